@@ -1,0 +1,20 @@
+"""Exact transformer attention for NumPy arrays at the speed of the CPU."""
+
+from .attention import AttentionResult, attention
+from .config import get_num_threads, num_threads, set_num_threads, show_config, use_backend
+from .positions import positional_encoding
+from .textbook import causal_attention, multi_head_attention, self_attention
+
+__all__ = [
+    "AttentionResult",
+    "attention",
+    "causal_attention",
+    "get_num_threads",
+    "multi_head_attention",
+    "num_threads",
+    "positional_encoding",
+    "self_attention",
+    "set_num_threads",
+    "show_config",
+    "use_backend",
+]

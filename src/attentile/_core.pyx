@@ -1,0 +1,234 @@
+"""The compiled core: entry functions over typed memoryviews, the choice of an instruction set, measurements.
+
+The pass itself is in _pass.pxi (one Cython module, because each one with memoryviews costs 25,000 generated lines).
+"""
+from libc.math cimport INFINITY, NAN, log2, sqrt
+from libc.stdint cimport uint32_t
+from libc.string cimport memset
+
+from ._kernels cimport (AT_ALIGN, AT_CHUNK, AT_MAX_VECTORS, AT_PEAK_CHAINS, AT_WORD, at_encode, at_encode_scratch,
+                        at_isa, at_isa_at, at_isa_count, at_isa_supported, at_mask_words, at_pool_run,
+                        at_pool_workers, at_scratch, at_tiles)
+
+import numpy
+
+include "_pass.pxi"
+
+# ---------------------------------------------------------------------------------------------------------------
+# Entry: typed memoryviews in, a job out
+# ---------------------------------------------------------------------------------------------------------------
+ctypedef fused real:
+    float
+    double
+
+cdef extern from *:
+    """
+    #if defined(__clang__)
+    #define AT_COMPILER "clang " __clang_version__
+    #elif defined(__GNUC__)
+    #define AT_COMPILER "gcc " __VERSION__
+    #else
+    #define AT_COMPILER "unknown"
+    #endif
+    """
+    const char *COMPILER "AT_COMPILER"
+
+cdef const at_isa *active = NULL
+cdef object ndarray = numpy.ndarray
+cdef object empty = numpy.empty
+cdef object float32 = numpy.dtype(numpy.float32)
+cdef object float64 = numpy.dtype(numpy.float64)
+
+
+cdef inline void bind(Strided *to, const void *data, Py_ssize_t *strides) noexcept nogil:
+    to.data = <char *> data
+    to.batch, to.head, to.row, to.column = strides[0], strides[1], strides[2], strides[3]
+
+
+cdef int run_job(Job *job, double scale, int threads) except -1 nogil:
+    """Divides the work, finds scratch for it, runs it."""
+    cdef double flops = (2.0 * <double> (job.batch * job.kv_heads * job.group) * <double> job.queries
+                         * <double> job.keys * <double> (job.width + job.value_width))
+    if flops < SERIAL_FLOPS:
+        threads = 1
+    job.factor = scale * LOG2E
+    divide(job, threads)
+    threads = <int> min(<Py_ssize_t> threads, job.tasks)
+    size_scratch(job)
+    job.scratch = <char *> at_scratch(threads * job.scratch_per_slot)
+    if job.scratch == NULL:
+        with gil:
+            raise MemoryError(f"attentile: no memory for {threads * job.scratch_per_slot} bytes of scratch")
+    at_pool_run(attend_task, job, job.tasks, threads)
+    return 0
+
+
+cdef int attend_typed(const real[:, :, :, ::1] q, const real[:, :, :, ::1] k, const real[:, :, :, ::1] v,
+                      real[:, :, :, ::1] out, double scale, int threads, const unsigned char[:, :, :, :] mask,
+                      const real[:, :, :, :] bias, const Py_ssize_t[:, ::1] lo, const Py_ssize_t[:, ::1] hi,
+                      real[:, :, ::1] lse, real[:, :, :, ::1] weights, fill) except -1:
+    cdef Job job
+    memset(&job, 0, sizeof(Job))
+    job.tiles = active.f32 if real is float else active.f64
+    job.batch, job.kv_heads, job.group = q.shape[0], k.shape[1], q.shape[1] // k.shape[1]
+    job.queries, job.keys, job.width, job.value_width = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
+    bind(&job.q, &q[0, 0, 0, 0], q.strides)
+    bind(&job.k, &k[0, 0, 0, 0], k.strides)
+    bind(&job.v, &v[0, 0, 0, 0], v.strides)
+    bind(&job.out, &out[0, 0, 0, 0], out.strides)
+    if mask is not None:
+        bind(&job.mask, &mask[0, 0, 0, 0], mask.strides)
+    if bias is not None:
+        bind(&job.bias, &bias[0, 0, 0, 0], bias.strides)
+    if weights is not None:
+        bind(&job.weights, &weights[0, 0, 0, 0], weights.strides)
+    if lse is not None:
+        job.lse.data = <char *> &lse[0, 0, 0]
+        job.lse.batch, job.lse.head, job.lse.row = lse.strides[0], lse.strides[1], lse.strides[2]
+    if lo is not None:
+        job.lo, job.hi = &lo[0, 0], &hi[0, 0]
+        job.interval_batch = lo.shape[1] if lo.shape[0] > 1 else 0
+    job.fill = -INFINITY
+    if fill is not None:
+        job.filling, job.fill = True, fill * LOG2E
+    with nogil:
+        run_job(&job, scale, threads)
+    return 0
+
+
+def attend(q, k, v, out, double scale, int threads, *, mask=None, bias=None, lo=None, hi=None, lse=None, weights=None,
+           fill=None):
+    """The pass over non-empty 4-D arrays of one dtype (see attention.py, which checks and normalises).
+
+    q (B, Hq, L, D), k (B, Hkv, S, D), v (B, Hkv, S, Dv), out (B, Hq, L, Dv): last axis contiguous, aligned, native.
+    mask (B, Hq, L, S) uint8, bias (B, Hq, L, S): any strides. lo, hi (1 or B, L) intp with 0 <= lo, hi <= S.
+    lse (B, Hq, L), weights (B, Hq, L, S) zeroed. fill: score of masked keys instead of their exclusion.
+    """
+    if out.itemsize == 4:
+        attend_typed[float](q, k, v, out, scale, threads, mask, bias, lo, hi, lse, weights, fill)
+    else:
+        attend_typed[double](q, k, v, out, scale, threads, mask, bias, lo, hi, lse, weights, fill)
+
+
+cdef object attend_plain_typed(const real[:, :, :, :] q, const real[:, :, :, :] k, const real[:, :, :, :] v, dtype,
+                               scale, int threads):
+    cdef Py_ssize_t item = sizeof(real), heads = k.shape[1]
+    cdef Py_ssize_t bits
+    cdef real[:, :, :, ::1] out
+    cdef Job job
+    if (q.shape[0] != k.shape[0] or k.shape[0] != v.shape[0] or heads != v.shape[1] or k.shape[2] != v.shape[2]
+            or q.shape[3] != k.shape[3] or heads == 0 or q.shape[1] % heads != 0
+            or q.shape[0] * q.shape[1] * q.shape[2] * q.shape[3] == 0 or k.shape[2] * v.shape[3] == 0):
+        return None
+    if (q.strides[3] != item and q.shape[3] > 1 or k.strides[3] != item and k.shape[3] > 1
+            or v.strides[3] != item and v.shape[3] > 1):
+        return None
+    bits = (<Py_ssize_t> &q[0, 0, 0, 0] | <Py_ssize_t> &k[0, 0, 0, 0] | <Py_ssize_t> &v[0, 0, 0, 0]
+            | q.strides[0] | q.strides[1] | q.strides[2] | k.strides[0] | k.strides[1] | k.strides[2]
+            | v.strides[0] | v.strides[1] | v.strides[2])
+    if bits & (item - 1):
+        return None
+    result = empty((q.shape[0], q.shape[1], q.shape[2], v.shape[3]), dtype)
+    out = result
+    memset(&job, 0, sizeof(Job))
+    job.tiles = active.f32 if real is float else active.f64
+    job.batch, job.kv_heads, job.group = q.shape[0], heads, q.shape[1] // heads
+    job.queries, job.keys, job.width, job.value_width = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
+    bind(&job.q, &q[0, 0, 0, 0], q.strides)
+    bind(&job.k, &k[0, 0, 0, 0], k.strides)
+    bind(&job.v, &v[0, 0, 0, 0], v.strides)
+    bind(&job.out, &out[0, 0, 0, 0], out.strides)
+    job.fill = -INFINITY
+    cdef double factor = (1.0 / sqrt(<double> job.width)) if scale is None else scale
+    with nogil:
+        run_job(&job, factor, threads)
+    return result
+
+
+def attend_plain(q, k, v, scale, int threads):
+    """attend() for the commonest call, with its checks: the output, or None if the general way must decide.
+
+    Dense attention of three native arrays (B, H, L, D) of one dtype; this keeps a tiny call at about a microsecond.
+    """
+    if type(q) is not ndarray or type(k) is not ndarray or type(v) is not ndarray:
+        return None
+    dtype = q.dtype
+    if k.dtype is not dtype or v.dtype is not dtype or q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
+        return None
+    if dtype is float32:
+        return attend_plain_typed[float](q, k, v, dtype, scale, threads)
+    if dtype is float64:
+        return attend_plain_typed[double](q, k, v, dtype, scale, threads)
+    return None
+
+
+def encode(out, double first_position, double ratio_high, double ratio_low):
+    """Sinusoids of positions first_position, first_position + 1, ... into out (rows, d_model), float32 or float64."""
+    cdef float[:, ::1] single
+    cdef double[:, ::1] double_
+    cdef void *data
+    cdef Py_ssize_t row_stride, rows = out.shape[0], d_model = out.shape[1]
+    cdef int is_single = out.itemsize == 4
+    cdef double *scratch = <double *> at_scratch(at_encode_scratch(d_model))
+    if scratch == NULL:
+        raise MemoryError("attentile: no memory for the tables of the positional encoding")
+    if is_single:
+        single = out
+        data, row_stride = &single[0, 0], single.strides[0]
+    else:
+        double_ = out
+        data, row_stride = &double_[0, 0], double_.strides[0]
+    with nogil:
+        at_encode(active.angles, data, row_stride, rows, d_model, first_position, ratio_high, ratio_low, is_single,
+                  scratch)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Instruction sets and measurements
+# ---------------------------------------------------------------------------------------------------------------
+def isas():
+    """{name: supported here} of every instruction set of this build, best first."""
+    return {at_isa_at(x).name.decode(): bool(at_isa_supported(x)) for x in range(at_isa_count())}
+
+
+def set_isa(str name):
+    """Uses the tiles of this instruction set from now on; ValueError if the build or the processor lacks it."""
+    global active
+    for x in range(at_isa_count()):
+        if at_isa_at(x).name.decode() == name and at_isa_supported(x):
+            active = at_isa_at(x)
+            return
+    here = ", ".join(isa for isa, supported in isas().items() if supported)
+    raise ValueError(f"attentile: instruction set {name!r} is not available here; this machine and build have {here}")
+
+
+def get_isa():
+    """The name of the instruction set in use."""
+    return active.name.decode()
+
+
+def tile_shape(int itemsize):
+    """(lanes, rows per block) of the tiles in use for this element size."""
+    cdef const at_tiles *tiles = active.f32 if itemsize == 4 else active.f64
+    return tiles.lanes, tiles.lanes * tiles.max_vectors
+
+
+def fma_rounds(int itemsize, Py_ssize_t rounds):
+    """Runs `rounds` rounds of independent FMAs and returns their number of FLOPs; time it to get the peak."""
+    cdef const at_tiles *tiles = active.f32 if itemsize == 4 else active.f64
+    with nogil:
+        tiles.fma_peak(rounds)
+    return 2.0 * tiles.lanes * AT_PEAK_CHAINS * rounds
+
+
+def compiler():
+    """The compiler that built the core."""
+    return COMPILER.decode()
+
+
+def pool_workers():
+    """Number of worker threads started so far in this process."""
+    return at_pool_workers()
+
+
+set_isa(next(isa for isa, supported in isas().items() if supported))

@@ -1,0 +1,60 @@
+# The declarations of kernels/kernels.h, line by line. The contract is written there.
+from libc.stdint cimport uint32_t
+
+cdef extern from "kernels/kernels.h" nogil:
+    enum:
+        AT_CHUNK
+        AT_WORD
+        AT_MAX_VECTORS
+        AT_ALIGN
+        AT_PEAK_CHAINS
+
+    ctypedef struct at_tiles:
+        size_t itemsize
+        int lanes
+        int max_vectors
+        void (*pack)(void *qt, const char **rows, Py_ssize_t n_rows, int vectors, Py_ssize_t width,
+                     double factor) noexcept nogil
+        void (**scores)(void *st, void *running_max, const void *qt, const char *k, Py_ssize_t k_stride,
+                        Py_ssize_t width, Py_ssize_t keys) noexcept nogil
+        void (*add_bias)(void *st, void *running_max, const char **rows, Py_ssize_t key_stride, Py_ssize_t n_rows,
+                         int vectors, Py_ssize_t keys) noexcept nogil
+        void (*exclude)(void *st, void *running_max, const uint32_t *words, int vectors, Py_ssize_t keys,
+                        double fill) noexcept nogil
+        void (**softmax)(void *st, Py_ssize_t keys, const void *chunk_max, void *m, void *l, void *alpha,
+                         void *beta, int mark) noexcept nogil
+        void (**values)(void *ot, const void *st, const char *v, Py_ssize_t v_stride, Py_ssize_t width,
+                        Py_ssize_t keys, const void *alpha, const void *beta, int first) noexcept nogil
+        void (*values_marked)(void *ot, const void *st, const char *v, Py_ssize_t v_stride, Py_ssize_t width,
+                              Py_ssize_t keys, const void *alpha, const void *beta, int first, int vectors) noexcept nogil
+        int (*any_nan)(const void *ot, int vectors, Py_ssize_t width) noexcept nogil
+        void (*reciprocal)(void *r, const void *l, int vectors) noexcept nogil
+        void (*unpack)(char **rows, const void *ot, const void *factor, Py_ssize_t n_rows, int vectors,
+                       Py_ssize_t width) noexcept nogil
+        void (*rescale)(void *row, Py_ssize_t keys, double chunk_max, double m, double l) noexcept nogil
+        double (*fma_peak)(Py_ssize_t rounds) noexcept nogil
+
+    ctypedef struct at_angles:
+        pass
+
+    ctypedef struct at_isa:
+        const char *name
+        const at_tiles *f32
+        const at_tiles *f64
+        const at_angles *angles
+
+    int at_isa_count()
+    const at_isa *at_isa_at(int index)
+    int at_isa_supported(int index)
+
+    ctypedef void (*at_task)(void *job, Py_ssize_t index, int slot) noexcept nogil
+    void at_pool_run(at_task task, void *job, Py_ssize_t tasks, int threads)
+    int at_pool_workers()
+    void *at_scratch(size_t bytes)
+
+    void at_mask_words(uint32_t *words, const char **rows, Py_ssize_t key_stride, Py_ssize_t n_rows,
+                       Py_ssize_t pitch, Py_ssize_t keys)
+
+    void at_encode(const at_angles *angles, void *out, Py_ssize_t row_stride, Py_ssize_t rows, Py_ssize_t d_model,
+                   double first_position, double ratio_high, double ratio_low, int single, double *scratch)
+    size_t at_encode_scratch(Py_ssize_t d_model)

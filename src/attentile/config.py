@@ -1,0 +1,287 @@
+"""What runs: backend, instruction set and threads, and why.
+
+Everything is decided once at import from the environment, can be changed by the functions below, and is told by
+`show_config()`. Nothing here changes a setting of another library.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import math
+import operator
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+_core: ModuleType | None
+try:
+    from . import _core as _compiled
+except ImportError as error:
+    _core, _core_missing = None, f"not built ({error})"
+else:
+    _core, _core_missing = _compiled, ""
+
+_MAX_THREADS = 256
+
+# The compiled module while the compiled backend is in use, else None. Read on every call.
+active: ModuleType | None = _core
+_why_backend = "default" if _core is not None else _core_missing
+_why_isa = "best that this processor supports"
+_process_threads: int | None = None  # set_num_threads
+_block_threads: contextvars.ContextVar[int | None] = contextvars.ContextVar("attentile_num_threads", default=None)
+_default: tuple[int, str] | None = None
+
+
+def core() -> ModuleType | None:
+    """The compiled module if the compiled backend is in use, else None."""
+    return active
+
+
+# ---- backend and instruction set ----
+
+
+def _activate(name: str, isa: str | None, why: str) -> None:
+    global active, _why_backend, _why_isa
+    if name not in ("numpy", "compiled"):
+        raise ValueError(f"use_backend: backend is {name!r}; it must be 'numpy' or 'compiled'")
+    if name == "numpy":
+        if isa is not None:
+            raise ValueError(f"use_backend: isa={isa!r} goes with backend 'compiled' only")
+        active, _why_backend = None, why
+        return
+    if _core is None:
+        raise ValueError(f"use_backend: the compiled core is {_core_missing}; install attentile with a C compiler present")
+    if isa is not None:
+        _core.set_isa(isa)
+        _why_isa = why
+    active, _why_backend = _core, why
+
+
+class _Restoring(AbstractContextManager[None]):
+    """Returned by use_backend: the change holds from the call on; as a context manager it ends with the block."""
+
+    def __init__(self, before: tuple[ModuleType | None, str, str, str | None]) -> None:
+        self._before = before
+
+    def __exit__(self, *exc: object) -> None:
+        global active, _why_backend, _why_isa
+        active, _why_backend, _why_isa, isa = self._before
+        if _core is not None and isa is not None:
+            _core.set_isa(isa)
+
+
+def use_backend(name: str, isa: str | None = None) -> AbstractContextManager[None]:
+    """Choose what computes: the compiled kernels or plain NumPy.
+
+    Parameters
+    ----------
+    name : {"compiled", "numpy"}
+    isa : str, optional
+        Instruction set of the compiled kernels ("generic", "avx2", "avx512", ...); default: no change.
+
+    Returns
+    -------
+    context manager
+        The choice holds for the process from the call on. Used in a `with` statement it ends with the block.
+
+    Raises
+    ------
+    ValueError
+        If the compiled core was not built, or the instruction set is not available here.
+
+    Examples
+    --------
+    >>> import attentile, numpy as np
+    >>> x = np.ones((3, 4))
+    >>> with attentile.use_backend("numpy"):
+    ...     attentile.attention(x, x, x).shape
+    (3, 4)
+    """
+    before = (active, _why_backend, _why_isa, _core.get_isa() if _core is not None else None)
+    _activate(name, isa, "use_backend()")
+    return _Restoring(before)
+
+
+# ---- threads ----
+
+
+def _cgroup_quota(root: Path = Path("/")) -> float | None:
+    """CPUs that the control groups of this process allow (quota / period), or None if unlimited or unknown.
+
+    Version 2: cpu.max of the process's group and of each parent; version 1: cpu.cfs_quota_us of its cpu group.
+    """
+    limits = []
+    try:
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    for line in groups:
+        _, controllers, name = line.split(":", 2)
+        names = controllers.split(",")
+        if controllers != "" and "cpu" not in names:
+            continue
+        for base in ("sys/fs/cgroup",) if controllers == "" else ("sys/fs/cgroup/cpu", "sys/fs/cgroup/cpu,cpuacct"):
+            group = root / base
+            for part in ["", *[p for p in name.split("/") if p]]:
+                group = group / part
+                limits += _quota_of(group)
+    return min(limits, default=None)
+
+
+def _quota_of(group: Path) -> list[float]:
+    try:
+        if (group / "cpu.max").exists():
+            quota, period = (group / "cpu.max").read_text().split()
+        else:
+            quota = (group / "cpu.cfs_quota_us").read_text().strip()
+            period = (group / "cpu.cfs_period_us").read_text().strip()
+        return [int(quota) / int(period)] if quota not in ("max", "-1") else []
+    except (OSError, ValueError, ZeroDivisionError):
+        return []
+
+
+def _positive(value: object, where: str) -> int:
+    try:
+        count = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{where} is {value!r}; it must be a positive integer") from None
+    if count < 1:
+        raise ValueError(f"{where} is {count}; it must be a positive integer")
+    return min(count, _MAX_THREADS)
+
+
+def _from_environment() -> tuple[int, str] | None:
+    for name in ("ATTENTILE_NUM_THREADS", "OMP_NUM_THREADS"):
+        # OpenMP allows a list, one number per nesting level: the first one is ours.
+        text = os.environ.get(name, "").split(",")[0].strip()
+        if text.isdigit() and int(text) > 0:
+            return min(int(text), _MAX_THREADS), name
+    return None
+
+
+def _default_threads() -> tuple[int, str]:
+    global _default
+    if _default is None:
+        _default = _from_environment()
+    if _default is None:
+        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+        source, quota = "CPUs this process may use", _cgroup_quota()
+        if quota is not None and math.ceil(quota) < cpus:
+            cpus, source = max(1, math.ceil(quota)), "cgroup CPU quota"
+        _default = min(cpus, _MAX_THREADS), source
+    return _default
+
+
+def _threads_and_source() -> tuple[int, str]:
+    in_block = _block_threads.get()
+    if in_block is not None:
+        return in_block, "num_threads() block"
+    if _process_threads is not None:
+        return _process_threads, "set_num_threads()"
+    return _default_threads()
+
+
+def threads_for(call: int | None, function: str) -> int:
+    """Threads of one call: its own argument, else the first of the settings that is there."""
+    if call is not None:
+        return _positive(call, f"{function}: num_threads")
+    return _threads_and_source()[0]
+
+
+def get_num_threads() -> int:
+    """Number of threads that a call without `num_threads=` may use here.
+
+    Order: `num_threads()` block, `set_num_threads()`, ATTENTILE_NUM_THREADS, OMP_NUM_THREADS, the CPUs this process
+    may use (affinity) capped by its cgroup quota.
+    """
+    return _threads_and_source()[0]
+
+
+def set_num_threads(n: int | None) -> None:
+    """Set the number of threads for the process; None goes back to the default, read anew."""
+    global _process_threads, _default
+    _process_threads = None if n is None else _positive(n, "set_num_threads: n")
+    if n is None:
+        _default = None
+
+
+@contextmanager
+def num_threads(n: int) -> Iterator[None]:
+    """Context manager: calls in the block, in this thread or task only, use n threads.
+
+    Examples
+    --------
+    >>> import attentile
+    >>> with attentile.num_threads(1):
+    ...     attentile.get_num_threads()
+    1
+    """
+    token = _block_threads.set(_positive(n, "num_threads: n"))
+    try:
+        yield
+    finally:
+        _block_threads.reset(token)
+
+
+# ---- what runs ----
+
+
+def _version() -> str:
+    try:
+        return metadata.version("attentile")
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def show_config(as_dict: bool = False) -> dict[str, Any] | None:
+    """Print what runs and why: version, backend, instruction set, threads and where their number came from, build.
+
+    Parameters
+    ----------
+    as_dict : bool
+        Return the same as a dictionary and print nothing.
+    """
+    threads, source = _threads_and_source()
+    config: dict[str, Any] = {
+        "version": _version(),
+        "backend": "compiled" if active is not None else "numpy",
+        "backend_why": _why_backend,
+        "isa": active.get_isa() if active is not None else "none (NumPy)",
+        "isa_why": _why_isa if active is not None else _why_backend,
+        "isas_here": [isa for isa, there in _core.isas().items() if there] if _core is not None else [],
+        "isas_built": list(_core.isas()) if _core is not None else [],
+        "threads": threads,
+        "threads_why": source,
+        "pool_workers": _core.pool_workers() if _core is not None else 0,
+        "compiler": _core.compiler() if _core is not None else "none",
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+    }
+    if as_dict:
+        return config
+    for key, value in config.items():
+        print(f"{key:13} {', '.join(value) if isinstance(value, list) else value}")
+    return None
+
+
+def _read_environment() -> None:
+    """ATTENTILE_BACKEND and ATTENTILE_ISA; what is forced and not there is an error, never a silent other choice."""
+    backend, isa = os.environ.get("ATTENTILE_BACKEND"), os.environ.get("ATTENTILE_ISA")
+    try:
+        if backend:
+            _activate(backend, None, "ATTENTILE_BACKEND")
+        if isa and backend != "numpy":
+            _activate("compiled", isa, "ATTENTILE_ISA")
+    except ValueError as error:
+        raise ImportError(f"attentile: {'ATTENTILE_ISA' if isa else 'ATTENTILE_BACKEND'} can't be met: {error}") from None
+
+
+_read_environment()

@@ -1,0 +1,33 @@
+/* Which ISAs this build has, and which of them this processor and operating system can run. The list is ordered best
+ * first; the choice itself (first supported, or the forced one) is made in config.py, where it can be explained. */
+#include "kernels.h"
+
+#if defined(__x86_64__) || defined(_M_X64)
+extern const at_isa at_avx512, at_avx2;
+/* The compiler's run-time check asks CPUID and, for the wide registers, whether the system saves them (XGETBV). */
+static int has_avx512(void) {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+}
+static int has_avx2(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+#endif
+
+extern const at_isa at_generic;
+static int always(void) { return 1; }
+
+static const struct {
+    const at_isa *isa;
+    int (*supported)(void);
+} isas[] = {
+#if defined(__x86_64__) || defined(_M_X64)
+    {&at_avx512, has_avx512},
+    {&at_avx2, has_avx2},
+#endif
+    {&at_generic, always},
+};
+
+int at_isa_count(void) { return (int)(sizeof isas / sizeof *isas); }
+
+const at_isa *at_isa_at(int index) { return isas[index].isa; }
+
+int at_isa_supported(int index) { return isas[index].supported(); }

@@ -1,0 +1,207 @@
+/* The thread pool. One region of work at a time: tasks 0 .. n-1 are handed out by one atomic ticket, to the caller
+ * as well as to the workers.
+ *
+ * Why our own: a second OpenMP runtime beside NumPy's spinning BLAS threads makes each of them wait for the other's
+ * turn, and it hangs in a forked child. Here:
+ *
+ *   - The caller waits only for tasks that a worker has claimed. A worker that comes late, or was preempted before
+ *     its first claim, costs nothing: the caller does the work alone. The ticket carries the number of the region,
+ *     so a late worker cannot take a task of the next one.
+ *   - A second Python thread that finds the pool busy runs its tasks itself; nobody queues.
+ *   - Idle workers spin for SPIN rounds (a few microseconds, so that back-to-back calls find them awake), then sleep
+ *     on a condition variable.
+ *   - Signals are blocked in workers; a forked child starts with an empty pool.
+ */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+
+#include "kernels.h"
+
+#if defined(__x86_64__) || defined(__i386__)
+#define RELAX() __builtin_ia32_pause()
+#elif defined(__aarch64__)
+#define RELAX() __asm__ volatile("yield")
+#else
+#define RELAX() (void)0
+#endif
+
+#define MAX_WORKERS 255
+/* Measured: 4000 pauses are about 45 microseconds on Zen 4. Long enough for the gap between two calls from Python,
+ * short enough that a BLAS call in between has its cores back almost at once. */
+#define SPIN 4000
+
+/* ticket = region << 32 | next task. An open region has an odd number; an even one means that none is open. */
+static _Atomic uint64_t ticket;
+static _Atomic(at_task) the_task;
+static _Atomic(void *) the_job;
+static _Atomic(ptrdiff_t) the_tasks, finished;
+static _Atomic int helpers; /* workers 0 .. helpers - 1 may join the open region */
+static _Atomic int sleeping;
+
+static pthread_mutex_t busy = PTHREAD_MUTEX_INITIALIZER;  /* held by the caller whose region is open */
+static pthread_mutex_t sleep_lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
+static pthread_cond_t done = PTHREAD_COND_INITIALIZER;
+static _Atomic int waiting; /* the caller sleeps on `done` */
+static _Atomic int workers;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static pthread_key_t scratch_key;
+
+static uint32_t current_region(void) { return (uint32_t)(atomic_load(&ticket) >> 32); }
+
+static int is_open(uint32_t region) { return (int)(region & 1); }
+
+/* Takes tasks of `region` until none is left or the region is over; returns how many were run. */
+static ptrdiff_t take_tasks(uint32_t region, int slot) {
+    ptrdiff_t ran = 0;
+    uint64_t t = atomic_load(&ticket);
+    while (t >> 32 == region) {
+        const at_task task = atomic_load_explicit(&the_task, memory_order_relaxed);
+        void *job = atomic_load_explicit(&the_job, memory_order_relaxed);
+        const ptrdiff_t index = (ptrdiff_t)(t & 0xffffffffu);
+        if (index >= atomic_load_explicit(&the_tasks, memory_order_relaxed)) break;
+        /* Success proves that the region is still open, hence that task and job were its own. */
+        if (!atomic_compare_exchange_weak(&ticket, &t, t + 1)) continue;
+        task(job, index, slot);
+        ran++;
+        t = atomic_load(&ticket);
+    }
+    return ran;
+}
+
+static void report(ptrdiff_t ran) {
+    if (ran == 0) return;
+    const ptrdiff_t tasks = atomic_load(&the_tasks);
+    if (atomic_fetch_add(&finished, ran) + ran == tasks && atomic_load(&waiting)) {
+        pthread_mutex_lock(&sleep_lock);
+        pthread_cond_signal(&done);
+        pthread_mutex_unlock(&sleep_lock);
+    }
+}
+
+
+/* Waits until a region other than `last` is open; spins, then sleeps. */
+static uint32_t next_region(uint32_t last) {
+    uint32_t region;
+    for (int spin = 0; spin < SPIN; spin++) {
+        region = current_region();
+        if (is_open(region) && region != last) return region;
+        RELAX();
+    }
+    pthread_mutex_lock(&sleep_lock);
+    atomic_fetch_add(&sleeping, 1);
+    while (region = current_region(), !is_open(region) || region == last)
+        pthread_cond_wait(&wake, &sleep_lock);
+    atomic_fetch_sub(&sleeping, 1);
+    pthread_mutex_unlock(&sleep_lock);
+    return region;
+}
+
+static void *work(void *number) {
+    const int mine = (int)(intptr_t)number;
+    for (uint32_t region = 0;;) {
+        region = next_region(region);
+        if (mine < atomic_load(&helpers)) report(take_tasks(region, mine + 1));
+    }
+    return NULL;
+}
+
+static void start_workers(int wanted) {
+    sigset_t all, before;
+    pthread_attr_t detached;
+    if (wanted > MAX_WORKERS) wanted = MAX_WORKERS;
+    if (atomic_load(&workers) >= wanted) return;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    pthread_attr_init(&detached);
+    pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
+    while (atomic_load(&workers) < wanted) {
+        pthread_t thread;
+        /* No thread to be had: the region runs with those that are there, the caller at least. */
+        if (pthread_create(&thread, &detached, work, (void *)(intptr_t)atomic_load(&workers))) break;
+        atomic_fetch_add(&workers, 1);
+    }
+    pthread_attr_destroy(&detached);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+}
+
+/* In a forked child no worker exists, and locks may be held by threads that do not either. */
+static void after_fork(void) {
+    pthread_mutex_init(&busy, NULL);
+    pthread_mutex_init(&sleep_lock, NULL);
+    pthread_cond_init(&wake, NULL);
+    pthread_cond_init(&done, NULL);
+    atomic_store(&workers, 0);
+    atomic_store(&sleeping, 0);
+    atomic_store(&waiting, 0);
+    atomic_store(&ticket, (uint64_t)((current_region() | 1) + 1) << 32); /* closed, whatever was open */
+}
+
+static void initialise(void) {
+    pthread_atfork(NULL, NULL, after_fork);
+    pthread_key_create(&scratch_key, free);
+}
+
+static void wait_for(ptrdiff_t tasks) {
+    for (int spin = 0; spin < SPIN; spin++) {
+        if (atomic_load_explicit(&finished, memory_order_acquire) == tasks) return;
+        RELAX();
+    }
+    pthread_mutex_lock(&sleep_lock);
+    atomic_store(&waiting, 1);
+    while (atomic_load(&finished) != tasks) pthread_cond_wait(&done, &sleep_lock);
+    atomic_store(&waiting, 0);
+    pthread_mutex_unlock(&sleep_lock);
+}
+
+void at_pool_run(at_task task, void *job, ptrdiff_t tasks, int threads) {
+    pthread_once(&once, initialise);
+    if (threads > tasks) threads = (int)tasks;
+    if (threads <= 1 || tasks > 0x7fffffff || pthread_mutex_trylock(&busy)) {
+        for (ptrdiff_t index = 0; index < tasks; index++) task(job, index, 0);
+        return;
+    }
+    start_workers(threads - 1);
+    const uint32_t region = current_region() + 1; /* even before: we hold `busy` */
+    atomic_store(&the_task, task);
+    atomic_store(&the_job, job);
+    atomic_store(&the_tasks, tasks);
+    atomic_store(&finished, 0);
+    atomic_store(&helpers, threads - 1);
+    atomic_store(&ticket, (uint64_t)region << 32);
+    if (atomic_load(&sleeping)) {
+        pthread_mutex_lock(&sleep_lock);
+        pthread_cond_broadcast(&wake);
+        pthread_mutex_unlock(&sleep_lock);
+    }
+    atomic_fetch_add(&finished, take_tasks(region, 0));
+    wait_for(tasks);
+    atomic_store(&ticket, (uint64_t)(region + 1) << 32);
+    pthread_mutex_unlock(&busy);
+}
+
+int at_pool_workers(void) { return atomic_load(&workers); }
+
+/* One buffer per calling thread, grown and kept: fresh pages cost more than small calls do. The block found through
+ * the key starts with its size; free() runs when the thread ends. */
+void *at_scratch(size_t bytes) {
+    typedef struct {
+        size_t size;
+    } header;
+    pthread_once(&once, initialise);
+    header *block = pthread_getspecific(scratch_key);
+    if (!block || block->size < bytes) {
+        const size_t size = (bytes + 4095) / 4096 * 4096;
+        if (size < bytes) return NULL;
+        free(block);
+        block = NULL;
+        if (posix_memalign((void **)&block, AT_ALIGN, size + AT_ALIGN)) block = NULL;
+        pthread_setspecific(scratch_key, block);
+        if (!block) return NULL;
+        block->size = size;
+    }
+    return (char *)block + AT_ALIGN;
+}

@@ -1,0 +1,91 @@
+"""The sinusoidal positional encoding in plain NumPy: the fallback without the compiled core, and its second opinion.
+
+A float64 product position * frequency is wrong by half a ULP, which at position 10**6 moves the angle by 6e-11. So
+frequencies and angles are unevaluated sums (high, low) of two float64 arrays, about 106 bits, and they count quarter
+turns instead of radians: the whole turns then drop out by an exact subtraction, and only what is left of the angle,
+|d| <= 1/2 quarter turns, becomes radians. Unlike kernels/angles.inc, which rotates one table by another, every sine
+here is computed from its own angle.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+Sum = tuple[Any, Any]  # (high, low): floats or arrays, |low| at most half a unit in the last place of high
+
+_TWO_OVER_PI: Sum = (float.fromhex("0x1.45f306dc9c883p-1"), float.fromhex("-0x1.6b01ec5417056p-55"))
+_HALF_PI: Sum = (float.fromhex("0x1.921fb54442d18p+0"), float.fromhex("0x1.1a62633145c07p-54"))
+_BLOCK = 1 << 14  # pairs computed together: some 15 arrays of this size, 128 KiB each, stay in the L2 and L3 cache
+
+
+def _product_error(a: Any, b: Any, product: Any) -> Any:
+    """a * b - product, exact: the halves of each factor (Veltkamp) have exact products (Dekker)."""
+    wide_a, wide_b = a * 134217729.0, b * 134217729.0  # 2**27 + 1
+    a1, b1 = wide_a - (wide_a - a), wide_b - (wide_b - b)
+    a2, b2 = a - a1, b - b1
+    return a2 * b2 - (((product - a1 * b1) - a2 * b1) - a1 * b2)
+
+
+def _renormalised(high: Any, low: Any) -> Sum:
+    """high + low for |high| >= |low| or high = 0, exact."""
+    total = high + low
+    return total, low - (total - high)
+
+
+def _product(a: Sum, b: Sum) -> Sum:
+    """a * b, to about 2**-104 of it."""
+    high = a[0] * b[0]
+    return _renormalised(high, _product_error(a[0], b[0], high) + a[0] * b[1] + a[1] * b[0])
+
+
+def _frequencies(pairs: int, ratio: tuple[float, float]) -> tuple[Array, Array]:
+    """2 / pi * ratio**i for i < pairs: quarter turns per position. Each round doubles how many powers are known."""
+    high, low = np.empty(pairs), np.empty(pairs)
+    high[:1], low[:1] = _TWO_OVER_PI
+    known, power = 1, ratio
+    while known < pairs:
+        n = min(known, pairs - known)
+        high[known : known + n], low[known : known + n] = _product((high[:n], low[:n]), power)
+        known, power = known + n, _product(power, power)
+    return high, low
+
+
+def _sincos(positions: Array, frequencies: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Sines and cosines, (rows, pairs), of positions (rows, 1) times frequencies (pairs,) in quarter turns."""
+    high, low = frequencies
+    turns = positions * high
+    whole = np.rint(turns)
+    d = _renormalised(turns - whole, _product_error(positions, high, turns) + positions * low)
+    radians = d[0] * _HALF_PI[0]
+    rest = _product_error(d[0], _HALF_PI[0], radians) + d[0] * _HALF_PI[1] + d[1] * _HALF_PI[0]
+    sine, cosine = np.sin(radians), np.cos(radians)
+    sine, cosine = sine + rest * cosine, cosine - rest * sine
+    quarter = whole.astype(np.int64) & 3
+    odd = (quarter & 1) == 1
+    sine, cosine = np.where(odd, cosine, sine), np.where(odd, sine, cosine)
+    return np.where(quarter >= 2, -sine, sine), np.where((quarter == 1) | (quarter == 2), -cosine, cosine)
+
+
+def positional_encoding(
+    rows: int, d_model: int, first_position: int, ratio: tuple[float, float], dtype: Any
+) -> Array:
+    """Rows first_position, first_position + 1, ... of the encoding with frequencies (ratio[0] + ratio[1])**i.
+
+    The arguments are those that `positions.positional_encoding` has checked; every value is rounded to dtype once.
+    """
+    out = np.empty((rows, d_model), dtype)
+    pairs = d_model // 2 + d_model % 2
+    step = max(1, _BLOCK // pairs)
+    with np.errstate(under="ignore"):  # of frequencies next to 0, whatever np.seterr says
+        frequencies = _frequencies(pairs, ratio)
+        for start in range(0, rows, step):
+            block = out[start : start + step]
+            positions = float(first_position) + np.arange(start, start + len(block), dtype=np.float64)[:, None]
+            sine, cosine = _sincos(positions, frequencies)
+            block[:, 0::2] = sine
+            block[:, 1::2] = cosine[:, : d_model // 2]
+    return out

@@ -1,0 +1,236 @@
+"""The formulas as they are taught, argument for argument, on the compiled kernels.
+
+They differ from `attention` in one rule: mask == 0 sets the score to -1e9 instead of excluding the key, so a row that
+is masked everywhere averages all values.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from . import config
+from .attention import _ready, execute, promoted
+from .masks import positive_index
+
+Array = NDArray[Any]
+
+MASKED_SCORE = -1e9
+
+
+def _attend(function: str, Q: Array, K: Array, V: Array, d_k: Any, mask: ArrayLike | None) -> tuple[Array, Array]:
+    """Output and weights of Q (..., L, d), K (..., S, d), V (..., S, d_v)."""
+    shapes = f"Q has shape {Q.shape}, K {K.shape}, V {V.shape}"
+    for name, array in (("Q", Q), ("K", K), ("V", V)):
+        if array.ndim < 2:
+            raise ValueError(f"{function}: {name} has shape {array.shape}; it needs at least two axes, (rows, width)")
+    try:
+        scale = float(d_k)
+    except (TypeError, ValueError):
+        raise TypeError(f"{function}: d_k is {d_k!r}; it must be a positive number") from None
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"{function}: d_k is {d_k!r}; it must be a positive number")
+    if Q.shape[-1] != K.shape[-1] or Q.shape[-1] == 0:
+        raise ValueError(f"{function}: Q and K must have the same width, at least 1 ({shapes})")
+    if K.shape[-2] != V.shape[-2]:
+        raise ValueError(f"{function}: K and V must have the same number of rows ({shapes})")
+    try:
+        lead = np.broadcast_shapes(Q.shape[:-2], K.shape[:-2], V.shape[:-2])
+    except ValueError:
+        raise ValueError(f"{function}: the batch axes do not broadcast ({shapes})") from None
+    scores = (*lead, Q.shape[-2], K.shape[-2])
+    allowed = _allowed(function, mask, scores)
+    compute, dtype = promoted(function, Q, K, V)
+    out, weights = np.empty((*scores[:-1], V.shape[-1]), compute), np.zeros(scores, compute)
+    # The last axis of the batch, if any, takes the place of the heads; K and V may be broadcast along it.
+    q, k, v = (_with_heads(_ready(array, compute), lead) for array in (Q, K, V))
+    execute(
+        q, k, v, _with_heads(out, lead), 1.0 / math.sqrt(scale), config.threads_for(None, function),
+        mask=None if allowed is None else _with_heads(allowed, lead), weights=_with_heads(weights, lead),
+        fill=MASKED_SCORE,
+    )  # fmt: skip
+    return out.astype(dtype, copy=False), weights.astype(dtype, copy=False)
+
+
+def _allowed(function: str, mask: ArrayLike | None, scores: tuple[int, ...]) -> Array | None:
+    if mask is None:
+        return None
+    array = np.asarray(mask)
+    if array.dtype.kind not in "biufc" and array.dtype.name != "bfloat16":
+        raise TypeError(f"{function}: mask has dtype {array.dtype}; it must be numeric or bool, 0 = masked")
+    try:
+        return np.broadcast_to((array != 0).view(np.uint8), scores)
+    except ValueError:
+        raise ValueError(
+            f"{function}: mask has shape {array.shape}, which does not broadcast to {scores}, the shape of the scores"
+        ) from None
+
+
+def _with_heads(array: Array, lead: tuple[int, ...]) -> Array:
+    """A view (..., 1, rows, width): every batch axis stays one, there is a single head."""
+    full = np.broadcast_to(array, lead + array.shape[-2:]) if array.shape[:-2] != lead else array
+    return full[..., None, :, :]
+
+
+def self_attention(
+    Q: ArrayLike, K: ArrayLike, V: ArrayLike, d_k: float, mask: ArrayLike | None = None
+) -> tuple[Array, Array]:
+    """Scaled dot-product attention: softmax(Q K^T / sqrt(d_k)) V.
+
+    Parameters
+    ----------
+    Q : array_like, shape (..., L, d)
+    K : array_like, shape (..., S, d)
+    V : array_like, shape (..., S, d_v)
+    d_k : number
+        The scores are divided by sqrt(d_k), whatever the width of Q is.
+    mask : array_like, any numeric dtype or bool, broadcastable to (..., L, S), optional
+        Where mask == 0 the score becomes -1e9; a row that is masked everywhere averages all values.
+
+    Returns
+    -------
+    output : ndarray, shape (..., L, d_v)
+    attention_weights : ndarray, shape (..., L, S)
+        Rows sum to 1. dtype of both: float64 for float64 and integers, float32 for float32.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Shapes that do not fit, d_k that is not a positive number.
+
+    Notes
+    -----
+    Formula: Vaswani et al., "Attention Is All You Need", 2017, equation 1.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from attentile import self_attention
+    >>> x = np.eye(2)
+    >>> output, weights = self_attention(x, x, x, d_k=2, mask=[[1, 0], [1, 1]])
+    >>> weights.round(3)
+    array([[1.  , 0.  ],
+           [0.33, 0.67]])
+    """
+    return _attend("self_attention", np.asarray(Q), np.asarray(K), np.asarray(V), d_k, mask)
+
+
+def causal_attention(Q: ArrayLike, K: ArrayLike, V: ArrayLike, d_k: float) -> tuple[Array, Array]:
+    """self_attention with a lower-triangular mask: row i sees the keys 0 .. i. L must equal S.
+
+    Parameters
+    ----------
+    Q, K : array_like, shape (..., L, d)
+    V : array_like, shape (..., L, d_v)
+    d_k : number
+        The scores are divided by sqrt(d_k).
+
+    Returns
+    -------
+    output : ndarray, shape (..., L, d_v)
+    attention_weights : ndarray, shape (..., L, L)
+
+    Raises
+    ------
+    ValueError
+        If the numbers of rows of Q and K differ, or as self_attention.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from attentile import causal_attention
+    >>> output, weights = causal_attention(np.zeros((3, 4)), np.zeros((3, 4)), np.arange(3.0)[:, None], d_k=4)
+    >>> output.ravel()
+    array([0. , 0.5, 1. ])
+    """
+    Q, K, V = np.asarray(Q), np.asarray(K), np.asarray(V)
+    if Q.ndim < 2 or K.ndim < 2 or Q.shape[-2] != K.shape[-2]:
+        raise ValueError(f"causal_attention: Q has shape {Q.shape} and K {K.shape}; they must have the same number of rows")
+    return _attend("causal_attention", Q, K, V, d_k, np.tri(Q.shape[-2], dtype=bool))
+
+
+def multi_head_attention(
+    x: ArrayLike, d_model: int, num_heads: int, W_q: ArrayLike, W_k: ArrayLike, W_v: ArrayLike, W_o: ArrayLike,
+    mask: ArrayLike | None = None, *, b_q: ArrayLike | None = None, b_k: ArrayLike | None = None,
+    b_v: ArrayLike | None = None, b_o: ArrayLike | None = None,
+) -> Array:  # fmt: skip
+    """Multi-head self-attention: project, attend in num_heads groups of columns, concatenate, project.
+
+    Parameters
+    ----------
+    x : array_like, shape (..., L, d_model)
+    d_model, num_heads : int
+        d_model must be a multiple of num_heads; d_k = d_model // num_heads.
+    W_q, W_k, W_v, W_o : array_like, shape (d_model, d_model)
+        Applied as x @ W. Head h uses the columns h * d_k .. (h + 1) * d_k - 1.
+    mask : array_like, any numeric dtype or bool, broadcastable to (L, L) or (..., L, L), optional
+        As in self_attention, the same for every head.
+    b_q, b_k, b_v, b_o : array_like, shape (d_model,), optional
+        Biases of the projections.
+
+    Returns
+    -------
+    ndarray, shape (..., L, d_model)
+
+    Raises
+    ------
+    ValueError
+        If d_model % num_heads != 0 or a shape does not fit.
+
+    Notes
+    -----
+    Formula: Vaswani et al., "Attention Is All You Need", 2017, section 3.2.2.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from attentile import multi_head_attention
+    >>> x = np.arange(12.0).reshape(3, 4)
+    >>> multi_head_attention(x, 4, 2, *[np.eye(4)] * 4).shape
+    (3, 4)
+    """
+    name = "multi_head_attention"
+    d_model, num_heads = positive_index(name, "d_model", d_model), positive_index(name, "num_heads", num_heads)
+    if d_model % num_heads:
+        raise ValueError(f"{name}: d_model is {d_model} and num_heads is {num_heads}; d_model must be a multiple of num_heads")
+    x = np.asarray(x)
+    if x.ndim < 2 or x.shape[-1] != d_model:
+        raise ValueError(f"{name}: x has shape {x.shape}; it must be (..., L, d_model) with d_model = {d_model}")
+    weights = [_checked(name, f"W_{p}", w, (d_model, d_model)) for p, w in zip("qkvo", (W_q, W_k, W_v, W_o), strict=True)]
+    biases = [
+        None if b is None else _checked(name, f"b_{p}", b, (d_model,))
+        for p, b in zip("qkvo", (b_q, b_k, b_v, b_o), strict=True)
+    ]
+    arrays = [x, *weights, *[b for b in biases if b is not None]]
+    compute, dtype = promoted(name, *arrays)
+    d_k, length, lead = d_model // num_heads, x.shape[-2], x.shape[:-2]
+    if mask is not None and np.ndim(mask) > 2:
+        mask = np.asarray(mask)[..., None, :, :]  # the head axis
+    allowed = _allowed(name, mask, (*lead, num_heads, length, length))
+    x = x.astype(compute, copy=False)
+    q, k, v = (
+        _project(x, w, b, compute).reshape(*lead, length, num_heads, d_k).swapaxes(-2, -3)
+        for w, b in zip(weights[:3], biases[:3], strict=True)
+    )
+    concatenated = np.empty((*lead, length, num_heads, d_k), compute)
+    execute(
+        q, k, v, concatenated.swapaxes(-2, -3), 1.0 / math.sqrt(d_k), config.threads_for(None, name), mask=allowed,
+        fill=MASKED_SCORE,
+    )  # fmt: skip
+    out = _project(concatenated.reshape(*lead, length, d_model), weights[3], biases[3], compute)
+    return out.astype(dtype, copy=False)
+
+
+def _checked(function: str, name: str, value: ArrayLike, shape: tuple[int, ...]) -> Array:
+    array = np.asarray(value)
+    if array.shape != shape:
+        raise ValueError(f"{function}: {name} has shape {array.shape}; it must be {shape}")
+    return array
+
+
+def _project(x: Array, weight: Array, bias: Array | None, dtype: np.dtype[Any]) -> Array:
+    projected: Array = x @ weight.astype(dtype, copy=False)
+    return projected if bias is None else projected + bias.astype(dtype, copy=False)
