@@ -2,7 +2,7 @@
 
 The pass itself is in _pass.pxi (one Cython module, because each one with memoryviews costs 25,000 generated lines).
 """
-from libc.math cimport INFINITY, NAN, log2, sqrt
+from libc.math cimport INFINITY, NAN, isfinite, log2, sqrt
 from libc.stdint cimport uint32_t
 from libc.string cimport memset
 
@@ -63,10 +63,10 @@ cdef int run_job(Job *job, double scale, int threads) except -1 nogil:
     return 0
 
 
-cdef int attend_typed(const real[:, :, :, ::1] q, const real[:, :, :, ::1] k, const real[:, :, :, ::1] v,
-                      real[:, :, :, ::1] out, double scale, int threads, const unsigned char[:, :, :, :] mask,
+cdef int attend_typed(const real[:, :, :, :] q, const real[:, :, :, :] k, const real[:, :, :, :] v,
+                      real[:, :, :, :] out, double scale, int threads, const unsigned char[:, :, :, :] mask,
                       const real[:, :, :, :] bias, const Py_ssize_t[:, ::1] lo, const Py_ssize_t[:, ::1] hi,
-                      real[:, :, ::1] lse, real[:, :, :, ::1] weights, fill) except -1:
+                      real[:, :, :] lse, real[:, :, :, :] weights, fill) except -1:
     cdef Job job
     memset(&job, 0, sizeof(Job))
     job.tiles = active.f32 if real is float else active.f64
@@ -114,7 +114,7 @@ cdef object attend_plain_typed(const real[:, :, :, :] q, const real[:, :, :, :] 
                                scale, int threads):
     cdef Py_ssize_t item = sizeof(real), heads = k.shape[1]
     cdef Py_ssize_t bits
-    cdef real[:, :, :, ::1] out
+    cdef real[:, :, :, :] out
     cdef Job job
     if (q.shape[0] != k.shape[0] or k.shape[0] != v.shape[0] or heads != v.shape[1] or k.shape[2] != v.shape[2]
             or q.shape[3] != k.shape[3] or heads == 0 or q.shape[1] % heads != 0
@@ -155,6 +155,8 @@ def attend_plain(q, k, v, scale, int threads):
     dtype = q.dtype
     if k.dtype is not dtype or v.dtype is not dtype or q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         return None
+    if scale is not None and (type(scale) is not float or not isfinite(scale)):
+        return None
     if dtype is float32:
         return attend_plain_typed[float](q, k, v, dtype, scale, threads)
     if dtype is float64:
@@ -164,8 +166,8 @@ def attend_plain(q, k, v, scale, int threads):
 
 def encode(out, double first_position, double ratio_high, double ratio_low):
     """Sinusoids of positions first_position, first_position + 1, ... into out (rows, d_model), float32 or float64."""
-    cdef float[:, ::1] single
-    cdef double[:, ::1] double_
+    cdef float[:, :] single
+    cdef double[:, :] double_
     cdef void *data
     cdef Py_ssize_t row_stride, rows = out.shape[0], d_model = out.shape[1]
     cdef int is_single = out.itemsize == 4

@@ -173,9 +173,8 @@ cdef void open_block(const Job *job, Block *block, char *free_bytes, Py_ssize_t 
     block.l = take(&free_bytes, block.pitch * item)
     block.tops = free_bytes
     block.lo, block.hi, block.all_lo, block.all_hi = job.keys, 0, 0, job.keys
+    head, i = kv_head * job.group + start // job.queries, start % job.queries
     for r in range(block.n_rows):
-        head = kv_head * job.group + (start + r) // job.queries
-        i = (start + r) % job.queries
         block.q_rows[r] = at(&job.q, b, head, i)
         block.out_rows[r] = at(&job.out, b, head, i)
         if job.mask.data != NULL:
@@ -196,6 +195,9 @@ cdef void open_block(const Job *job, Block *block, char *free_bytes, Py_ssize_t 
         if block.row_lo[r] < block.row_hi[r]:
             block.lo = min(block.lo, block.row_lo[r])
             block.hi = max(block.hi, block.row_hi[r])
+        i += 1
+        if i == job.queries:
+            head, i = head + 1, 0
     job.tiles.pack(block.qt, block.q_rows, block.n_rows, block.vectors, job.width, job.factor)
 
 

@@ -34,8 +34,9 @@ class AttentionResult(NamedTuple):
 
 def _computed_in(dtype: np.dtype[Any], function: str) -> np.dtype[Any]:
     """The dtype of the arithmetic for this (promoted) input dtype."""
+    dtype = dtype.newbyteorder("=")
     if dtype in (np.float32, np.float64):
-        return dtype.newbyteorder("=")
+        return dtype
     if dtype == np.float16 or dtype.name == "bfloat16":
         return np.dtype(np.float32)
     if dtype.kind in "iub":

@@ -16,7 +16,7 @@ from . import config, reference_angles
 Array = NDArray[Any]
 
 _DTYPES = (np.float16, np.float32, np.float64)
-_LARGEST_ANGLE = 2**50  # radians; in quarter turns it still has a bit to spare against the whole numbers of float64
+_LARGEST_ANGLE = 2**50  # radians: the kernels take the quarter turns modulo 4 from float64 numbers below 2**51
 
 
 def _integer(name: str, value: Any) -> int:
@@ -50,7 +50,7 @@ def _check_angles(base: float, first: int, end: int) -> None:
         )
     if max(reach, 1) > base * _LARGEST_ANGLE:
         raise ValueError(
-            f"positional_encoding: base is {base!r}, with which positions up to {reach} turn by up to {reach / base:.3g} "
+            f"positional_encoding: base is {base!r}, with which positions up to {reach} turn by {reach / base:.3g} "
             "radians; no angle may exceed 2**50, so use a larger base"
         )
 
@@ -87,7 +87,7 @@ def _check_out(out: Any, shape: tuple[int, int], dtype: np.dtype[Any]) -> None:
 @lru_cache(maxsize=64)
 def _ratio(base: float, d_model: int) -> tuple[float, float]:
     """base**(-2 / d_model) as a sum of two floats, exact to 2**-106 of it; a float power would lose half the digits."""
-    import decimal  # only here: it would be a third of the import time of this module
+    import decimal  # here, because most programs that import attentile never come by
 
     context = decimal.Context(prec=60)
     ratio = context.power(decimal.Decimal(base), context.divide(decimal.Decimal(-2), decimal.Decimal(d_model)))
@@ -112,9 +112,9 @@ def positional_encoding(
     """Sinusoidal positional encoding.
 
     With pos = offset + row, column 2i is ``sin(pos * base**(-2i / d_model))`` and column 2i+1 the cosine of the same
-    angle. An odd d_model ends with a sine. The angles are computed with twice the digits of float64: a value is within
-    4.5e-16 (2 ULP of 1.0) of the formula's at any position, where ``np.sin(pos * frequency)`` is off by 1e-10 at
-    position 10**6; and a row depends on its position alone, bit for bit, however a sequence is cut into calls.
+    angle. An odd d_model ends with a sine. Angles have twice the digits of float64: a value is within 4.5e-16 (2 ULP of
+    1.0) of the formula's up to position 2**40, where ``np.sin(pos * frequency)`` is off by 1e-10 at position 10**6
+    already. A row depends on its position alone, bit for bit, however a sequence is cut into calls.
 
     Parameters
     ----------
@@ -129,8 +129,7 @@ def positional_encoding(
     dtype : dtype, optional
         float64 (default), float32 or float16; the latter two are the float64 result rounded once.
     out : ndarray (seq_len, d_model), optional
-        Array of this dtype with any strides to write into. It spares the allocation, which for a large result costs
-        more than the computation.
+        Array of this dtype with any strides to write into. Fresh memory can cost more than the computation.
 
     Returns
     -------
@@ -152,10 +151,10 @@ def positional_encoding(
     Examples
     --------
     >>> from attentile import positional_encoding
-    >>> positional_encoding(3, 5).round(6)
-    array([[ 0.      ,  1.      ,  0.      ,  1.      ,  0.      ],
-           [ 0.841471,  0.540302,  0.025116,  0.999685,  0.000631],
-           [ 0.909297, -0.416147,  0.050217,  0.998738,  0.001262]])
+    >>> positional_encoding(3, 5).round(3)
+    array([[ 0.   ,  1.   ,  0.   ,  1.   ,  0.   ],
+           [ 0.841,  0.54 ,  0.025,  1.   ,  0.001],
+           [ 0.909, -0.416,  0.05 ,  0.999,  0.001]])
     """
     rows, width, first = _integer("seq_len", seq_len), _integer("d_model", d_model), _integer("offset", offset)
     if rows < 0:

@@ -70,9 +70,7 @@ def _sincos(positions: Array, frequencies: tuple[Array, Array]) -> tuple[Array, 
     return np.where(quarter >= 2, -sine, sine), np.where((quarter == 1) | (quarter == 2), -cosine, cosine)
 
 
-def positional_encoding(
-    rows: int, d_model: int, first_position: int, ratio: tuple[float, float], dtype: Any
-) -> Array:
+def positional_encoding(rows: int, d_model: int, first_position: int, ratio: tuple[float, float], dtype: Any) -> Array:
     """Rows first_position, first_position + 1, ... of the encoding with frequencies (ratio[0] + ratio[1])**i.
 
     The arguments are those that `positions.positional_encoding` has checked; every value is rounded to dtype once.

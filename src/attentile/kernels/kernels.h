@@ -88,8 +88,9 @@ typedef struct {
 
 /* Positions: sines and cosines of position * ratio^i for the pairs i of a row, see angles.inc. Every table is scratch,
  * aligned to AT_ALIGN and padded to whole blocks of AT_ANGLE_BLOCK pairs, which are computed with the rest; only the
- * caller's row ends where it ends. |position| <= 2^50 and a whole number, the angle at most 2^50. Up to an angle of
- * 2^40 sincos and turn are within 0.6 ULP of the true value in [1/2, 1], rows within 3 such ULP (3.4e-16). */
+ * caller's row ends where it ends. A position is a whole number; positions and angles (radians) are at most 2^50.
+ * Measured against exact values up to an angle of 2^40: sincos and turn are off by at most 8.2e-17, rows by 2.6e-16
+ * (without FMA 2.9e-16). Beyond, the error of ratio^i shows: up to 5e-15 at 2^50. */
 #define AT_ANGLE_BLOCK 8
 
 typedef struct {

@@ -1,0 +1,150 @@
+"""Backend, instruction set and threads: who decides, what is told, what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from conftest import ISAS, available_isas
+
+import attentile
+from attentile import config
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs code in a new interpreter, with the thread settings of this one removed."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS",) and not k.startswith("ATTENTILE_")}
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**clean, **environment}, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+SHOW = "import attentile, json; print(json.dumps(attentile.show_config(as_dict=True)))"
+
+
+def config_of(**environment: str) -> dict:
+    done = python(SHOW, **environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_show_config_prints_what_the_dictionary_holds(impl, capsys):
+    shown = attentile.show_config(as_dict=True)
+    assert attentile.show_config() is None
+    printed = capsys.readouterr().out
+    for key, value in shown.items():
+        assert key in printed
+        assert isinstance(value, list) or str(value) in printed
+    assert shown["backend"] == ("numpy" if impl == "reference" else "compiled")
+    assert shown["isa"] == ("none (NumPy)" if impl == "reference" else impl)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_forced_isa(isa):
+    """A forced instruction set runs, or the import fails and says which ones there are."""
+    done = python(SHOW, ATTENTILE_ISA=isa)
+    if isa in available_isas():
+        shown = json.loads(done.stdout)
+        assert shown["isa"] == isa
+        assert shown["isa_why"] == "ATTENTILE_ISA"
+    else:
+        assert done.returncode != 0
+        assert "ImportError" in done.stderr
+        assert all(name in done.stderr for name in available_isas())
+
+
+def test_forced_backend():
+    assert config_of(ATTENTILE_BACKEND="numpy")["backend"] == "numpy"
+    assert "must be 'numpy' or 'compiled'" in python(SHOW, ATTENTILE_BACKEND="cuda").stderr
+    assert "ImportError" in python(SHOW, ATTENTILE_ISA="sse9").stderr
+
+
+@pytest.mark.parametrize(
+    ("environment", "threads", "why"),
+    [
+        ({"ATTENTILE_NUM_THREADS": "3"}, 3, "ATTENTILE_NUM_THREADS"),
+        ({"OMP_NUM_THREADS": "5"}, 5, "OMP_NUM_THREADS"),
+        ({"OMP_NUM_THREADS": "4,2"}, 4, "OMP_NUM_THREADS"),
+        ({"ATTENTILE_NUM_THREADS": "2", "OMP_NUM_THREADS": "5"}, 2, "ATTENTILE_NUM_THREADS"),
+        ({"ATTENTILE_NUM_THREADS": "100000"}, 256, "ATTENTILE_NUM_THREADS"),
+    ],
+)
+def test_threads_from_the_environment(environment, threads, why):
+    shown = config_of(**environment)
+    assert (shown["threads"], shown["threads_why"]) == (threads, why)
+
+
+def test_a_wrong_number_in_the_environment_counts_as_absent():
+    assert config_of(ATTENTILE_NUM_THREADS="many", OMP_NUM_THREADS="0")["threads"] == config_of()["threads"]
+
+
+def test_order_of_thread_settings():
+    try:
+        attentile.set_num_threads(3)
+        assert attentile.get_num_threads() == 3
+        with attentile.num_threads(2):
+            assert attentile.get_num_threads() == 2
+            with attentile.num_threads(5):
+                assert attentile.get_num_threads() == 5
+            assert attentile.get_num_threads() == 2
+            assert config.threads_for(7, "f") == 7
+            seen = []
+            other = threading.Thread(target=lambda: seen.append(attentile.get_num_threads()))
+            other.start()
+            other.join()
+            assert seen == [3]  # a block holds for its own thread only
+    finally:
+        attentile.set_num_threads(None)
+    for bad in (0, -1, 1.5, "2"):
+        with pytest.raises((ValueError, TypeError), match="must be a positive integer"):
+            attentile.set_num_threads(bad)
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("files", "want"),
+    [
+        ({}, None),
+        ({"proc/self/cgroup": "0::/a/b\n"}, None),
+        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/cpu.max": "max 100000\n"}, None),
+        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/cpu.max": "150000 100000\n"}, 1.5),
+        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/cpu.max": "50000 100000\n", "sys/fs/cgroup/a/b/cpu.max": "max 100000\n"}, 0.5),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "200000 100000\n"}, 2.0),
+        ({"proc/self/cgroup": "4:cpu,cpuacct:/x\n3:memory:/y\n", "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_quota_us": "300000\n", "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_period_us": "100000\n"}, 3.0),
+        ({"proc/self/cgroup": "4:cpu:/x\n", "sys/fs/cgroup/cpu/x/cpu.cfs_quota_us": "-1\n", "sys/fs/cgroup/cpu/x/cpu.cfs_period_us": "100000\n"}, None),
+        ({"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/cpu.max": "garbage\n"}, None),
+    ],
+)
+def test_cgroup_quota(tmp_path, files, want):
+    for name, text in files.items():
+        write(tmp_path / name, text)
+    assert config._cgroup_quota(tmp_path) == want
+
+
+def test_use_backend_restores_and_refuses():
+    before = attentile.show_config(as_dict=True)
+    with attentile.use_backend("numpy"):
+        assert attentile.show_config(as_dict=True)["backend"] == "numpy"
+    assert attentile.show_config(as_dict=True) == before
+    for arguments in (("cuda",), ("numpy", "avx2"), ("compiled", "sse9")):
+        with pytest.raises(ValueError, match="use_backend|not available|not built"):
+            attentile.use_backend(*arguments)
+        assert attentile.show_config(as_dict=True) == before
+
+
+def test_backends_agree(compiled):
+    rng = np.random.default_rng(40)
+    q, k, v = rng.standard_normal((3, 2, 30, 8))
+    fast = attentile.attention(q, k, v)
+    with attentile.use_backend("numpy"):
+        slow = attentile.attention(q, k, v)
+    np.testing.assert_allclose(fast, slow, atol=1e-14)
