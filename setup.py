@@ -40,7 +40,7 @@ class BuildCore(build_ext):
     def build_extension(self, ext: Extension) -> None:
         headers = sorted(str(path) for path in [*KERNELS.glob("*.h"), *KERNELS.glob("*.inc")])
         objects = []
-        for name, flags in {**ISAS, **dict.fromkeys(PLAIN, [])}.items():
+        for name, flags in [*ISAS.items(), *((name, []) for name in PLAIN)]:
             objects += self.compiler.compile(
                 [str(KERNELS / f"{name}.c")],
                 output_dir=self.build_temp,

@@ -60,7 +60,7 @@ def oracle(q: Array, k: Array, v: Array, allowed: Array, *, bias: Any = None, sc
     lse, weights = np.full((*lead, heads, queries), -np.inf), np.zeros(allowed.shape)
     largest = 0.0
     for at in np.ndindex(*lead, heads, queries):
-        *item, h, i = at
+        *item, h, _ = at
         seen = np.flatnonzero(allowed[at])
         if seen.size == 0:
             continue
@@ -75,7 +75,9 @@ def oracle(q: Array, k: Array, v: Array, allowed: Array, *, bias: Any = None, sc
     return Expected(out, lse, weights, largest)
 
 
-def same_formula(q: Array, k: Array, v: Array, allowed: Array, *, bias: Any = None, scale: float | None = None) -> Array:
+def same_formula(
+    q: Array, k: Array, v: Array, allowed: Array, *, bias: Any = None, scale: float | None = None
+) -> Array:
     """The plain formula in the dtype of the inputs: the yardstick for the tolerance."""
     group, dtype = q.shape[-3] // k.shape[-3], q.dtype
     k, v = np.repeat(k, group, axis=-3), np.repeat(v, group, axis=-3)

@@ -19,7 +19,9 @@ LENGTHS = (1, 2, 3, 15, 16, 17, 31, 33, 47, 48, 49, 63, 64, 65, 97, 255, 256, 25
 WIDTHS = (1, 2, 3, 7, 8, 16, 33, 64, 67, 80, 128, 256, 257)
 
 
-def inputs(rng: np.random.Generator, batch, q_heads, heads, queries, keys, width, value_width, dtype) -> tuple[Any, ...]:
+def inputs(
+    rng: np.random.Generator, batch, q_heads, heads, queries, keys, width, value_width, dtype
+) -> tuple[Any, ...]:
     return (
         rng.standard_normal((batch, q_heads, queries, width)).astype(dtype),
         rng.standard_normal((batch, heads, keys, width)).astype(dtype),
@@ -41,7 +43,12 @@ def check(q, k, v, *, scale=None, **options) -> None:
     np.testing.assert_allclose(result.weights, expected.weights, rtol=0, atol=bound)
     assert (result.weights[~allowed] == 0).all()
     eps = np.finfo(q.dtype).eps
-    np.testing.assert_allclose(result.lse, expected.lse, rtol=0, atol=bound + 8 * eps * np.abs(expected.lse[np.isfinite(expected.lse)]).max(initial=1))
+    np.testing.assert_allclose(
+        result.lse,
+        expected.lse,
+        rtol=0,
+        atol=bound + 8 * eps * np.abs(expected.lse[np.isfinite(expected.lse)]).max(initial=1),
+    )
     np.testing.assert_array_equal(attention(q, k, v, scale=scale, **options), result.out)
 
 
@@ -65,7 +72,7 @@ def test_widths(impl, width, dtype):
     check(*inputs(rng, 1, 1, 1, 19, 21, 5, width, dtype))
 
 
-@pytest.mark.parametrize("vectors", (1, 2, 3))
+@pytest.mark.parametrize("vectors", [1, 2, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_tile_remainder(impl, vectors, dtype):
     """Each count of keys and of value columns up to the longest tile, for blocks of one, two and three vectors."""
@@ -75,7 +82,7 @@ def test_every_tile_remainder(impl, vectors, dtype):
 
 
 @pytest.mark.parametrize(("q_heads", "heads"), [(1, 1), (4, 4), (4, 2), (6, 3), (5, 1), (12, 4)])
-@pytest.mark.parametrize("queries", (1, 5, 70))
+@pytest.mark.parametrize("queries", [1, 5, 70])
 def test_grouped_heads(impl, q_heads, heads, queries):
     check(*inputs(np.random.default_rng(1), 2, q_heads, heads, queries, 40, 8, 6, np.float32))
 
@@ -136,7 +143,9 @@ def test_everything_combined(impl, data):
     batch, heads, group = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
     queries, keys = draw(st.integers(1, 70)), draw(st.integers(1, 300))
     dtype, scale = draw(st.sampled_from(DTYPES)), draw(st.sampled_from([None, 0.0, 1.0, -0.3, 0.1117923]))
-    q, k, v = inputs(rng, batch, heads * group, heads, queries, keys, draw(st.integers(1, 20)), draw(st.integers(1, 20)), dtype)
+    q, k, v = inputs(
+        rng, batch, heads * group, heads, queries, keys, draw(st.integers(1, 20)), draw(st.integers(1, 20)), dtype
+    )
     options: dict[str, Any] = {"causal": draw(st.sampled_from([False, "upper_left", "lower_right"]))}
     if draw(st.booleans()):
         options["key_lengths"] = rng.integers(0, keys + 1, batch)
@@ -225,10 +234,16 @@ def test_two_and_three_dimensional_inputs(impl):
     np.testing.assert_array_equal(attention(q[None, None], k, v, causal=True)[0, 0], flat.out)
 
 
-@pytest.mark.parametrize("shape", [(0, 2, 3, 4, 5, 6), (1, 0, 3, 4, 5, 6), (1, 2, 0, 4, 5, 6), (1, 2, 3, 0, 5, 6), (1, 2, 3, 4, 5, 0)])
+@pytest.mark.parametrize(
+    "shape", [(0, 2, 3, 4, 5, 6), (1, 0, 3, 4, 5, 6), (1, 2, 0, 4, 5, 6), (1, 2, 3, 0, 5, 6), (1, 2, 3, 4, 5, 0)]
+)
 def test_empty_axes(impl, shape):
     batch, heads, queries, keys, width, value_width = shape
-    q, k, v = np.ones((batch, heads, queries, width)), np.ones((batch, heads, keys, width)), np.ones((batch, heads, keys, value_width))
+    q, k, v = (
+        np.ones((batch, heads, queries, width)),
+        np.ones((batch, heads, keys, width)),
+        np.ones((batch, heads, keys, value_width)),
+    )
     result = attention(q, k, v, causal="lower_right", return_lse=True, return_weights=True)
     assert result.out.shape == (batch, heads, queries, value_width)
     assert result.weights.shape == (batch, heads, queries, keys)
@@ -251,7 +266,17 @@ def test_half_precision_is_computed_in_float32_and_rounded_once(impl, name):
     np.testing.assert_array_equal(out, half.out)
 
 
-@pytest.mark.parametrize(("a", "b", "want"), [("i4", "i8", "f8"), ("?", "?", "f8"), ("f4", "f8", "f8"), ("f4", "f2", "f4"), ("u1", "f4", "f4"), (">f4", "f4", "f4")])
+@pytest.mark.parametrize(
+    ("a", "b", "want"),
+    [
+        ("i4", "i8", "f8"),
+        ("?", "?", "f8"),
+        ("f4", "f8", "f8"),
+        ("f4", "f2", "f4"),
+        ("u1", "f4", "f4"),
+        (">f4", "f4", "f4"),
+    ],
+)
 def test_dtypes_promote(impl, a, b, want):
     x = np.arange(6).reshape(2, 3) % 2
     got = attention(x.astype(a), x.astype(b), x.astype(a), scale=np.float64(0.5))
@@ -287,7 +312,11 @@ def test_out_may_overlap_inputs(impl):
 
 def test_inputs_are_not_modified(impl):
     rng = np.random.default_rng(14)
-    arrays = [*inputs(rng, 1, 2, 2, 40, 300, 8, 8, np.float32), rng.random((40, 300)) < 0.5, rng.standard_normal((40, 300)).astype("f4")]
+    arrays = [
+        *inputs(rng, 1, 2, 2, 40, 300, 8, 8, np.float32),
+        rng.random((40, 300)) < 0.5,
+        rng.standard_normal((40, 300)).astype("f4"),
+    ]
     before = [x.copy() for x in arrays]
     for x in arrays:
         x.setflags(write=False)

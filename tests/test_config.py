@@ -20,7 +20,12 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs code in a new interpreter, with the thread settings of this one removed."""
     clean = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS",) and not k.startswith("ATTENTILE_")}
     return subprocess.run(
-        [sys.executable, "-c", code], env={**clean, **environment}, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code],
+        env={**clean, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
 
 
@@ -117,10 +122,31 @@ def write(path, text):
         ({"proc/self/cgroup": "0::/a/b\n"}, None),
         ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/cpu.max": "max 100000\n"}, None),
         ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/cpu.max": "150000 100000\n"}, 1.5),
-        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/cpu.max": "50000 100000\n", "sys/fs/cgroup/a/b/cpu.max": "max 100000\n"}, 0.5),
+        (
+            {
+                "proc/self/cgroup": "0::/a/b\n",
+                "sys/fs/cgroup/a/cpu.max": "50000 100000\n",
+                "sys/fs/cgroup/a/b/cpu.max": "max 100000\n",
+            },
+            0.5,
+        ),
         ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "200000 100000\n"}, 2.0),
-        ({"proc/self/cgroup": "4:cpu,cpuacct:/x\n3:memory:/y\n", "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_quota_us": "300000\n", "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_period_us": "100000\n"}, 3.0),
-        ({"proc/self/cgroup": "4:cpu:/x\n", "sys/fs/cgroup/cpu/x/cpu.cfs_quota_us": "-1\n", "sys/fs/cgroup/cpu/x/cpu.cfs_period_us": "100000\n"}, None),
+        (
+            {
+                "proc/self/cgroup": "4:cpu,cpuacct:/x\n3:memory:/y\n",
+                "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_quota_us": "300000\n",
+                "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_period_us": "100000\n",
+            },
+            3.0,
+        ),
+        (
+            {
+                "proc/self/cgroup": "4:cpu:/x\n",
+                "sys/fs/cgroup/cpu/x/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu/x/cpu.cfs_period_us": "100000\n",
+            },
+            None,
+        ),
         ({"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/cpu.max": "garbage\n"}, None),
     ],
 )
@@ -136,7 +162,7 @@ def test_use_backend_restores_and_refuses():
         assert attentile.show_config(as_dict=True)["backend"] == "numpy"
     assert attentile.show_config(as_dict=True) == before
     for arguments in (("cuda",), ("numpy", "avx2"), ("compiled", "sse9")):
-        with pytest.raises(ValueError, match="use_backend|not available|not built"):
+        with pytest.raises(ValueError, match=r"use_backend|not available|not built"):
             attentile.use_backend(*arguments)
         assert attentile.show_config(as_dict=True) == before
 

@@ -16,7 +16,11 @@ def k_of(*shape):
 
 CASES = [
     (dict(q=np.ones(3)), ValueError, r"q has shape \(3,\); it needs at least two axes"),
-    (dict(k=k_of(2, 3, 5, 8), v=k_of(2, 3, 5, 8)), ValueError, "q has 4 heads and k has 3; the number of q heads must be a multiple"),
+    (
+        dict(k=k_of(2, 3, 5, 8), v=k_of(2, 3, 5, 8)),
+        ValueError,
+        "q has 4 heads and k has 3; the number of q heads must be a multiple",
+    ),
     (dict(k=k_of(2, 8, 5, 8), v=k_of(2, 8, 5, 8)), ValueError, "q has 4 heads and k has 8"),
     (dict(v=k_of(2, 2, 3, 8)), ValueError, "k has 4 heads and v has 2"),
     (dict(v=k_of(2, 4, 5, 8)), ValueError, "k has 3 keys and v has 5"),
@@ -29,12 +33,20 @@ CASES = [
     (dict(q=Q.astype(np.longdouble)), TypeError, "supported are"),
     (dict(mask=np.ones((3, 3), int)), TypeError, "int64; it must be bool, True = may attend .pass mask != 0"),
     (dict(mask=np.ones((3, 3))), TypeError, "float64; it must be bool.*bias="),
-    (dict(mask=np.ones((3, 4), bool)), ValueError, r"mask has shape \(3, 4\), which does not broadcast to \(2, 4, 3, 3\)"),
+    (
+        dict(mask=np.ones((3, 4), bool)),
+        ValueError,
+        r"mask has shape \(3, 4\), which does not broadcast to \(2, 4, 3, 3\)",
+    ),
     (dict(mask=np.ones((5, 2, 4, 3, 3), bool)), ValueError, "does not broadcast"),
     (dict(bias=np.ones((3, 3), int)), TypeError, "bias has dtype int64; it must be floating"),
     (dict(bias=np.ones((3, 3), bool)), TypeError, "bias has dtype bool.*mask="),
     (dict(bias=np.ones((2, 3))), ValueError, "bias has shape"),
-    (dict(causal=True, k=k_of(2, 4, 5, 8), v=k_of(2, 4, 5, 8)), ValueError, "3 queries and 5 keys is ambiguous.*upper_left.*lower_right.*q_start"),
+    (
+        dict(causal=True, k=k_of(2, 4, 5, 8), v=k_of(2, 4, 5, 8)),
+        ValueError,
+        "3 queries and 5 keys is ambiguous.*upper_left.*lower_right.*q_start",
+    ),
     (dict(causal="lower"), ValueError, "causal is 'lower'"),
     (dict(causal=2), ValueError, "causal is 2"),
     (dict(causal=None), ValueError, "causal is None"),
@@ -66,7 +78,9 @@ def test_message(impl, change, error, words):
         attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
 
 
-@pytest.mark.parametrize("change", [dict(key_lengths=9), dict(scale=np.nan), dict(mask=np.ones((9, 9), bool)), dict(num_threads=0)])
+@pytest.mark.parametrize(
+    "change", [dict(key_lengths=9), dict(scale=np.nan), dict(mask=np.ones((9, 9), bool)), dict(num_threads=0)]
+)
 def test_nothing_is_written(impl, change):
     out = np.full(Q.shape, 7, np.float32)
     with pytest.raises(ValueError, match="attention: "):

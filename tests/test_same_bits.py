@@ -52,7 +52,9 @@ def row_options(options: dict[str, Any], item: int, head: int, rows: slice) -> d
         elif name == "key_lengths":
             cut[name] = value[item]
         elif name == "causal":
-            start = (options.get("key_lengths", [KEYS] * 3)[item] - ROWS) if value == "lower_right" else options["q_start"]
+            start = (
+                (options.get("key_lengths", [KEYS] * 3)[item] - ROWS) if value == "lower_right" else options["q_start"]
+            )
             cut["causal"], cut["q_start"] = True, start + rows.start
     return cut
 
@@ -63,7 +65,13 @@ def test_a_row_alone_and_in_any_group_of_rows(impl, kind, qkv):
         pytest.skip("the promise is the compiled core's; NumPy's matmul depends on the shape")
     q, k, v = qkv
     whole = attention(q, k, v, **OPTIONS[kind])
-    for item, head, rows in [(0, 0, slice(0, 1)), (1, 2, slice(77, 78)), (2, 3, slice(149, 150)), (1, 1, slice(10, 27)), (2, 0, slice(3, 100))]:
+    for item, head, rows in [
+        (0, 0, slice(0, 1)),
+        (1, 2, slice(77, 78)),
+        (2, 3, slice(149, 150)),
+        (1, 1, slice(10, 27)),
+        (2, 0, slice(3, 100)),
+    ]:
         cut = row_options(OPTIONS[kind], item, head, rows)
         same_bits(attention(q[item, head, rows], k[item, head], v[item, head], **cut), whole[item, head, rows])
 

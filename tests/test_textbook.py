@@ -36,8 +36,9 @@ def random_mask(rng, queries, keys):
     lower = np.tri(queries, keys)
     kinds = [
         None, lower, lower.astype(bool), lower.astype(np.int64), np.triu(np.ones((queries, keys), np.uint8)),
-        rng.random((queries, keys)) < 0.5, rng.integers(0, 2, (queries, keys)), rng.integers(-1, 2, (queries, keys)) * 0.5,
-        np.zeros((queries, keys)), np.zeros((queries, 1)), rng.random(keys) < 0.5, rng.integers(0, 2, (queries, 1)), 0, 1.5,
+        rng.random((queries, keys)) < 0.5, rng.integers(0, 2, (queries, keys)), rng.integers(-1, 2, (queries, keys)),
+        np.zeros((queries, keys)), np.zeros((queries, 1)), rng.random(keys) < 0.5, rng.integers(0, 2, (queries, 1)),
+        0, 1.5,
         np.where(rng.random((queries, keys)) < 0.5, np.nan, 0.0),
     ]  # fmt: skip
     return kinds[rng.integers(len(kinds))]
@@ -71,7 +72,10 @@ def test_causal(impl):
 @pytest.mark.parametrize(("d_model", "num_heads"), [(8, 2), (12, 3), (64, 8), (15, 3), (5, 5), (7, 1)])
 def test_multi_head(impl, d_model, num_heads):
     rng = np.random.default_rng(32)
-    x, (W_q, W_k, W_v, W_o) = rng.standard_normal((9, d_model)), rng.standard_normal((4, d_model, d_model)) / np.sqrt(d_model)
+    x, (W_q, W_k, W_v, W_o) = (
+        rng.standard_normal((9, d_model)),
+        rng.standard_normal((4, d_model, d_model)) / np.sqrt(d_model),
+    )
     for mask in (None, np.tri(9), np.zeros((9, 9)), rng.integers(0, 2, 9)):
         got = multi_head_attention(x, d_model, num_heads, W_q, W_k, W_v, W_o, mask)
         assert relative(got, heads_formula(x, num_heads, W_q, W_k, W_v, W_o, mask)) <= 1e-13
@@ -110,7 +114,9 @@ def test_d_k_is_taken_as_given(impl):
         assert relative(self_attention(Q, K, V, d_k)[0], formula(Q, K, V, float(d_k))[0]) <= 1e-13
 
 
-@pytest.mark.parametrize(("dtype", "want"), [("f8", "f8"), ("f4", "f4"), ("f2", "f2"), ("i4", "f8"), ("?", "f8"), ("u1", "f8")])
+@pytest.mark.parametrize(
+    ("dtype", "want"), [("f8", "f8"), ("f4", "f4"), ("f2", "f2"), ("i4", "f8"), ("?", "f8"), ("u1", "f8")]
+)
 def test_dtypes(impl, dtype, want):
     rng = np.random.default_rng(35)
     Q, K, V = (rng.integers(0, 2, (6, 4)).astype(dtype) for _ in range(3))

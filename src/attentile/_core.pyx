@@ -209,12 +209,6 @@ def get_isa():
     return active.name.decode()
 
 
-def tile_shape(int itemsize):
-    """(lanes, rows per block) of the tiles in use for this element size."""
-    cdef const at_tiles *tiles = active.f32 if itemsize == 4 else active.f64
-    return tiles.lanes, tiles.lanes * tiles.max_vectors
-
-
 def fma_rounds(int itemsize, Py_ssize_t rounds):
     """Runs `rounds` rounds of independent FMAs and returns their number of FLOPs; time it to get the peak."""
     cdef const at_tiles *tiles = active.f32 if itemsize == 4 else active.f64

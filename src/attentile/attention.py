@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
@@ -42,7 +43,7 @@ def _computed_in(dtype: np.dtype[Any], function: str) -> np.dtype[Any]:
     if dtype.kind in "iub":
         return np.dtype(np.float64)
     raise TypeError(
-        f"{function}: the arrays have dtype {dtype}; supported are float64, float32, float16, bfloat16, integers and bool"
+        f"{function}: an array has dtype {dtype}; supported are float64, float32, float16, bfloat16, integers and bool"
     )
 
 
@@ -144,7 +145,7 @@ def _check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         raise TypeError(f"attention: out is a {type(out).__name__}; it must be a NumPy array")
     if out.shape != shape or out.dtype != dtype:
         raise ValueError(
-            f"attention: out has shape {out.shape} and dtype {out.dtype}; they must be {shape} and {dtype}, those of the result"
+            f"attention: out has shape {out.shape} and dtype {out.dtype}; they must be {shape} and {dtype}"
         )
     if not out.flags.writeable:
         raise ValueError("attention: out is read-only; pass a writable array")
@@ -159,7 +160,7 @@ def _fold(array: Array, n_tail: int) -> Array | None:
     if len(lead) == 1:
         return array
     axes = [(n, step) for n, step in zip(lead, strides, strict=True) if n != 1]
-    for (_, outer), (n, inner) in zip(axes, axes[1:], strict=False):
+    for (_, outer), (n, inner) in pairwise(axes):
         if outer != n * inner:
             return None
     step = axes[-1][1] if axes else 0
@@ -210,7 +211,8 @@ def execute(
             array = np.broadcast_to(array, lead + tail)
         arrays[name] = array if lead else array[None]
     core = config.core()
-    _run(arrays, core.attend if core is not None else reference.attend, {"scale": scale, "threads": threads, "fill": fill})
+    attend = core.attend if core is not None else reference.attend
+    _run(arrays, attend, {"scale": scale, "threads": threads, "fill": fill})
 
 
 @overload

@@ -57,7 +57,7 @@ def _activate(name: str, isa: str | None, why: str) -> None:
         active, _why_backend = None, why
         return
     if _core is None:
-        raise ValueError(f"use_backend: the compiled core is {_core_missing}; install attentile with a C compiler present")
+        raise ValueError(f"use_backend: the compiled core is {_core_missing}; install with a C compiler present")
     if isa is not None:
         _core.set_isa(isa)
         _why_isa = why
@@ -281,7 +281,8 @@ def _read_environment() -> None:
         if isa and backend != "numpy":
             _activate("compiled", isa, "ATTENTILE_ISA")
     except ValueError as error:
-        raise ImportError(f"attentile: {'ATTENTILE_ISA' if isa else 'ATTENTILE_BACKEND'} can't be met: {error}") from None
+        forced = "ATTENTILE_ISA" if isa else "ATTENTILE_BACKEND"
+        raise ImportError(f"attentile: {forced} can't be met: {error}") from None
 
 
 _read_environment()

@@ -28,15 +28,18 @@ ALIGNMENTS = (
 def _per_item(name: str, value: Any, lead: tuple[int, ...]) -> NDArray[np.intp]:
     """An integer, or one per batch item, as an array whose axes broadcast against the batch axes."""
     array = np.asarray(value)
-    if array.dtype.kind not in "iu" or (array.dtype.kind == "u" and array.size and array.max() > np.iinfo(np.intp).max):
-        raise TypeError(f"attention: {name} has dtype {array.dtype}; it must be an integer or integers, one per batch item")
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"attention: {name} has dtype {array.dtype}; it must be an integer, or one per batch item")
+    if array.dtype.kind == "u":
+        array = np.minimum(array, 2**62)  # must not wrap to negative ones
     try:
         shape = np.broadcast_shapes(array.shape, lead)
     except ValueError:
         shape = ()
     if array.ndim and shape != lead:
         raise ValueError(
-            f"attention: {name} has shape {array.shape} and the batch axes are {lead}; give one integer, or one per batch item"
+            f"attention: {name} has shape {array.shape} and the batch axes are {lead}; "
+            "give one integer, or one per batch item"
         )
     full: NDArray[np.intp] = array.astype(np.intp).reshape((1,) * (len(lead) - array.ndim) + array.shape)
     return full
@@ -60,7 +63,7 @@ def _causal_start(
     """Position of query 0 of each batch item."""
     if q_start is not None:
         if causal is not True:
-            raise ValueError(f"attention: q_start= and causal={causal!r} both place the queries; with q_start use causal=True")
+            raise ValueError(f"attention: q_start= and causal={causal!r} both place the queries; use causal=True")
         return _per_item("q_start", q_start, lead)
     if causal is True and queries != keys:
         raise ValueError(
@@ -73,7 +76,7 @@ def _causal_start(
 def key_intervals(
     causal: Any, q_start: Any, key_lengths: Any, lead: tuple[int, ...], queries: int, keys: int
 ) -> Intervals | None:
-    """(lo, hi), each (..., L) with 0 <= lo, hi <= S and batch axes that broadcast to `lead`; None: every row sees all."""
+    """(lo, hi), each (..., L), 0 <= lo, hi <= S, batch axes that broadcast to `lead`; None: every row sees all."""
     causal = bool(causal) if isinstance(causal, (bool, np.bool_)) else causal
     if not (causal in (True, False) if isinstance(causal, bool) else causal in ("upper_left", "lower_right")):
         raise ValueError(f"attention: causal is {causal!r}; it must be True, False, {ALIGNMENTS}")

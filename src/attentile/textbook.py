@@ -148,7 +148,9 @@ def causal_attention(Q: ArrayLike, K: ArrayLike, V: ArrayLike, d_k: float) -> tu
     """
     Q, K, V = np.asarray(Q), np.asarray(K), np.asarray(V)
     if Q.ndim < 2 or K.ndim < 2 or Q.shape[-2] != K.shape[-2]:
-        raise ValueError(f"causal_attention: Q has shape {Q.shape} and K {K.shape}; they must have the same number of rows")
+        raise ValueError(
+            f"causal_attention: Q has shape {Q.shape}, K {K.shape}; they must have the same number of rows"
+        )
     return _attend("causal_attention", Q, K, V, d_k, np.tri(Q.shape[-2], dtype=bool))
 
 
@@ -195,11 +197,12 @@ def multi_head_attention(
     name = "multi_head_attention"
     d_model, num_heads = positive_index(name, "d_model", d_model), positive_index(name, "num_heads", num_heads)
     if d_model % num_heads:
-        raise ValueError(f"{name}: d_model is {d_model} and num_heads is {num_heads}; d_model must be a multiple of num_heads")
+        raise ValueError(f"{name}: d_model is {d_model} and num_heads is {num_heads}; d_model must be a multiple of it")
     x = np.asarray(x)
     if x.ndim < 2 or x.shape[-1] != d_model:
         raise ValueError(f"{name}: x has shape {x.shape}; it must be (..., L, d_model) with d_model = {d_model}")
-    weights = [_checked(name, f"W_{p}", w, (d_model, d_model)) for p, w in zip("qkvo", (W_q, W_k, W_v, W_o), strict=True)]
+    square = (d_model, d_model)
+    weights = [_checked(name, f"W_{p}", w, square) for p, w in zip("qkvo", (W_q, W_k, W_v, W_o), strict=True)]
     biases = [
         None if b is None else _checked(name, f"b_{p}", b, (d_model,))
         for p, b in zip("qkvo", (b_q, b_k, b_v, b_o), strict=True)

@@ -46,7 +46,7 @@ def check(
     q: Array, k: Array, v: Array, *, allowed: Array | None = None, scale: Any = None, atol: float | None = None,
     **options: Any,
 ) -> AttentionResult:  # fmt: skip
-    """The call with all its outputs, compared with the oracle; `allowed` spares the slow derivation from the options."""
+    """The call with all its outputs, compared with the oracle; `allowed` spares its slow derivation from options."""
     bias = options.get("bias")
     if allowed is None:
         allowed = allowed_keys((*q.shape[:-1], k.shape[-2]), **options)

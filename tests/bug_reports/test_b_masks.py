@@ -17,7 +17,9 @@ TOP_LEFT = np.zeros((8, 8), bool)
 TOP_LEFT[:4, :4] = True
 
 
-@pytest.mark.parametrize("options", [{"mask": TOP_LEFT}, {"bias": np.where(TOP_LEFT, 0, -np.inf)}], ids=["mask", "bias"])
+@pytest.mark.parametrize(
+    "options", [{"mask": TOP_LEFT}, {"bias": np.where(TOP_LEFT, 0, -np.inf)}], ids=["mask", "bias"]
+)
 def test_b21_rows_without_keys_are_zero(impl, options):
     q, k, v = (np.random.default_rng(x).random((1, 1, 8, 8), dtype=np.float32) for x in range(3))
     result = check(q, k, v, **options)
@@ -79,7 +81,8 @@ def test_b24_bias_of_two_keys(impl):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "way_out"), [(np.int64, "mask != 0"), (np.uint8, "mask != 0"), (np.float32, "bias="), (np.float64, "bias=")]
+    ("dtype", "way_out"),
+    [(np.int64, "mask != 0"), (np.uint8, "mask != 0"), (np.float32, "bias="), (np.float64, "bias=")],
 )
 def test_b37_numeric_mask_is_refused(impl, dtype, way_out):
     q, k, v = qkv((1, 2, 5, 8))
@@ -149,7 +152,8 @@ def test_b31_alignment_must_be_named(impl):
 # ---- B33: broadcasting ----
 
 MASK_SHAPES = [
-    (), (7,), (5, 7), (1, 7), (5, 1), (3, 1, 7), (3, 5, 7), (1, 1, 5, 7), (2, 1, 1, 7), (2, 1, 5, 1), (2, 3, 1, 7), (2, 3, 5, 7),
+    (), (7,), (5, 7), (1, 7), (5, 1), (3, 1, 7), (3, 5, 7),
+    (1, 1, 5, 7), (2, 1, 1, 7), (2, 1, 5, 1), (2, 3, 1, 7), (2, 3, 5, 7),
 ]  # fmt: skip
 
 

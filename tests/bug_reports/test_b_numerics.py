@@ -21,7 +21,9 @@ def additive(allowed: Array) -> Array:
 def band(length: int, place: str) -> Array:
     """Ten keys per row: those up to the row itself, or the last ones of all."""
     behind = np.subtract.outer(np.arange(length), np.arange(length))
-    return (behind >= 0) & (behind <= 9) if place == "diagonal" else np.tile(np.arange(length) >= length - 10, (length, 1))
+    return (
+        (behind >= 0) & (behind <= 9) if place == "diagonal" else np.tile(np.arange(length) >= length - 10, (length, 1))
+    )
 
 
 @pytest.mark.parametrize("place", ["diagonal", "last"])

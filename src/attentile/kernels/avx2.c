@@ -12,13 +12,13 @@ static const int64_t first_lanes_64[8] = {-1, -1, -1, -1, 0, 0, 0, 0};
 /* ---- float ---- */
 typedef __m256 f32v_vec;
 typedef __m256 f32v_mask;
-INLINE __m256i f32v_first(ptrdiff_t n) { return _mm256_loadu_si256((const __m256i *)(first_lanes_32 + 8 - n)); }
-INLINE __m256 f32v_load(const float *p) { return _mm256_load_ps(p); }
-INLINE __m256 f32v_loadu(const float *p) { return _mm256_loadu_ps(p); }
-INLINE __m256 f32v_load_part(const float *p, ptrdiff_t n) { return _mm256_maskload_ps(p, f32v_first(n)); }
-INLINE void f32v_store(float *p, __m256 x) { _mm256_store_ps(p, x); }
-INLINE void f32v_storeu(float *p, __m256 x) { _mm256_storeu_ps(p, x); }
-INLINE void f32v_store_part(float *p, __m256 x, ptrdiff_t n) { _mm256_maskstore_ps(p, f32v_first(n), x); }
+INLINE __m256i f32v_first(ptrdiff_t n) { return _mm256_loadu_si256((const __m256i*)(first_lanes_32 + 8 - n)); }
+INLINE __m256 f32v_load(const float* p) { return _mm256_load_ps(p); }
+INLINE __m256 f32v_loadu(const float* p) { return _mm256_loadu_ps(p); }
+INLINE __m256 f32v_load_part(const float* p, ptrdiff_t n) { return _mm256_maskload_ps(p, f32v_first(n)); }
+INLINE void f32v_store(float* p, __m256 x) { _mm256_store_ps(p, x); }
+INLINE void f32v_storeu(float* p, __m256 x) { _mm256_storeu_ps(p, x); }
+INLINE void f32v_store_part(float* p, __m256 x, ptrdiff_t n) { _mm256_maskstore_ps(p, f32v_first(n), x); }
 INLINE __m256 f32v_set1(float x) { return _mm256_set1_ps(x); }
 INLINE __m256 f32v_add(__m256 a, __m256 b) { return _mm256_add_ps(a, b); }
 INLINE __m256 f32v_sub(__m256 a, __m256 b) { return _mm256_sub_ps(a, b); }
@@ -42,31 +42,36 @@ INLINE __m256 f32v_scale_from(__m256 p, __m256 n, __m256 x) {
     const __m256 scaled = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), shift));
     return _mm256_andnot_ps(_mm256_cmp_ps(x, _mm256_set1_ps(EXP2_MIN_F32), _CMP_LT_OQ), scaled);
 }
-INLINE __m256 f32v_bit(const uint32_t *words, int j) {
+INLINE __m256 f32v_bit(const uint32_t* words, int j) {
     const __m256i bit = _mm256_set1_epi32((int)(1u << j));
-    return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(_mm256_load_si256((const __m256i *)words), bit), bit));
+    return _mm256_castsi256_ps(
+        _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_load_si256((const __m256i*)words), bit), bit));
 }
-INLINE __m256 f32v_gather(const char *p, ptrdiff_t stride, ptrdiff_t n) {
+INLINE __m256 f32v_gather(const char* p, ptrdiff_t stride, ptrdiff_t n) {
     float t[8] = {0};
-    for (ptrdiff_t x = 0; x < n; x++) t[x] = *(const float *)(p + x * stride);
+    for (ptrdiff_t x = 0; x < n; x++) t[x] = *(const float*)(p + x * stride);
     return _mm256_loadu_ps(t);
 }
 INLINE void f32v_transpose(__m256 r[8]) {
     __m256 t[8];
-    UNROLL(8) for (int i = 0; i < 4; i++) {
+    UNROLL(8)
+    for (int i = 0; i < 4; i++) {
         t[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
         t[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
     }
-    UNROLL(8) for (int i = 0; i < 8; i++) { /* rows 4g .. 4g + 3, column i % 4 of each half */
+    UNROLL(8)
+    for (int i = 0; i < 8; i++) { /* rows 4g .. 4g + 3, column i % 4 of each half */
         const int g = i / 4, c = i % 4;
         const __m256d a = _mm256_castps_pd(t[4 * g + c / 2]), b = _mm256_castps_pd(t[4 * g + 2 + c / 2]);
         r[i] = _mm256_castpd_ps(c % 2 ? _mm256_unpackhi_pd(a, b) : _mm256_unpacklo_pd(a, b));
     }
-    UNROLL(8) for (int c = 0; c < 4; c++) {
+    UNROLL(8)
+    for (int c = 0; c < 4; c++) {
         t[c] = _mm256_permute2f128_ps(r[c], r[4 + c], 0x20);
         t[4 + c] = _mm256_permute2f128_ps(r[c], r[4 + c], 0x31);
     }
-    UNROLL(8) for (int c = 0; c < 8; c++) r[c] = t[c];
+    UNROLL(8)
+    for (int c = 0; c < 8; c++) r[c] = t[c];
 }
 
 #define REAL float
@@ -83,13 +88,13 @@ INLINE void f32v_transpose(__m256 r[8]) {
 /* ---- double ---- */
 typedef __m256d f64v_vec;
 typedef __m256d f64v_mask;
-INLINE __m256i f64v_first(ptrdiff_t n) { return _mm256_loadu_si256((const __m256i *)(first_lanes_64 + 4 - n)); }
-INLINE __m256d f64v_load(const double *p) { return _mm256_load_pd(p); }
-INLINE __m256d f64v_loadu(const double *p) { return _mm256_loadu_pd(p); }
-INLINE __m256d f64v_load_part(const double *p, ptrdiff_t n) { return _mm256_maskload_pd(p, f64v_first(n)); }
-INLINE void f64v_store(double *p, __m256d x) { _mm256_store_pd(p, x); }
-INLINE void f64v_storeu(double *p, __m256d x) { _mm256_storeu_pd(p, x); }
-INLINE void f64v_store_part(double *p, __m256d x, ptrdiff_t n) { _mm256_maskstore_pd(p, f64v_first(n), x); }
+INLINE __m256i f64v_first(ptrdiff_t n) { return _mm256_loadu_si256((const __m256i*)(first_lanes_64 + 4 - n)); }
+INLINE __m256d f64v_load(const double* p) { return _mm256_load_pd(p); }
+INLINE __m256d f64v_loadu(const double* p) { return _mm256_loadu_pd(p); }
+INLINE __m256d f64v_load_part(const double* p, ptrdiff_t n) { return _mm256_maskload_pd(p, f64v_first(n)); }
+INLINE void f64v_store(double* p, __m256d x) { _mm256_store_pd(p, x); }
+INLINE void f64v_storeu(double* p, __m256d x) { _mm256_storeu_pd(p, x); }
+INLINE void f64v_store_part(double* p, __m256d x, ptrdiff_t n) { _mm256_maskstore_pd(p, f64v_first(n), x); }
 INLINE __m256d f64v_set1(double x) { return _mm256_set1_pd(x); }
 INLINE __m256d f64v_add(__m256d a, __m256d b) { return _mm256_add_pd(a, b); }
 INLINE __m256d f64v_sub(__m256d a, __m256d b) { return _mm256_sub_pd(a, b); }
@@ -112,14 +117,14 @@ INLINE __m256d f64v_scale_from(__m256d p, __m256d n, __m256d x) {
     const __m256d scaled = _mm256_castsi256_pd(_mm256_add_epi64(_mm256_castpd_si256(p), shift));
     return _mm256_andnot_pd(_mm256_cmp_pd(x, _mm256_set1_pd(EXP2_MIN_F64), _CMP_LT_OQ), scaled);
 }
-INLINE __m256d f64v_bit(const uint32_t *words, int j) {
+INLINE __m256d f64v_bit(const uint32_t* words, int j) {
     const __m128i bit = _mm_set1_epi32((int)(1u << j));
-    const __m128i set = _mm_cmpeq_epi32(_mm_and_si128(_mm_load_si128((const __m128i *)words), bit), bit);
+    const __m128i set = _mm_cmpeq_epi32(_mm_and_si128(_mm_load_si128((const __m128i*)words), bit), bit);
     return _mm256_castsi256_pd(_mm256_cvtepi32_epi64(set));
 }
-INLINE __m256d f64v_gather(const char *p, ptrdiff_t stride, ptrdiff_t n) {
+INLINE __m256d f64v_gather(const char* p, ptrdiff_t stride, ptrdiff_t n) {
     double t[4] = {0};
-    for (ptrdiff_t x = 0; x < n; x++) t[x] = *(const double *)(p + x * stride);
+    for (ptrdiff_t x = 0; x < n; x++) t[x] = *(const double*)(p + x * stride);
     return _mm256_loadu_pd(t);
 }
 INLINE void f64v_transpose(__m256d r[4]) {
@@ -146,14 +151,14 @@ INLINE void f64v_transpose(__m256d r[4]) {
 INLINE __m256d f64v_product_error(__m256d a, __m256d b, __m256d ab) { return _mm256_fmsub_pd(a, b, ab); }
 INLINE __m256d f64v_swap_pairs(__m256d x) { return _mm256_permute_pd(x, 0x5); }
 /* p[2 i] = a[i], p[2 i + 1] = b[i]. */
-INLINE void f64v_store_pairs(double *p, __m256d a, __m256d b) {
+INLINE void f64v_store_pairs(double* p, __m256d a, __m256d b) {
     const __m256d even = _mm256_unpacklo_pd(a, b), odd = _mm256_unpackhi_pd(a, b);
     _mm256_store_pd(p, _mm256_permute2f128_pd(even, odd, 0x20));
     _mm256_store_pd(p + 4, _mm256_permute2f128_pd(even, odd, 0x31));
 }
-INLINE void f64v_store_f32(float *p, __m256d x) { _mm_storeu_ps(p, _mm256_cvtpd_ps(x)); }
-INLINE void f64v_store_f32_part(float *p, __m256d x, ptrdiff_t n) {
-    const __m128i first = _mm_loadu_si128((const __m128i *)(first_lanes_32 + 8 - n));
+INLINE void f64v_store_f32(float* p, __m256d x) { _mm_storeu_ps(p, _mm256_cvtpd_ps(x)); }
+INLINE void f64v_store_f32_part(float* p, __m256d x, ptrdiff_t n) {
+    const __m128i first = _mm_loadu_si128((const __m128i*)(first_lanes_32 + 8 - n));
     _mm_maskstore_ps(p, first, _mm256_cvtpd_ps(x));
 }
 /* Bit `bit` of a whole number below 2^51, in two's complement: adding 1.5 * 2^52 puts its units into the last place.

@@ -10,12 +10,16 @@
 /* ---- float ---- */
 typedef __m512 f32v_vec;
 typedef __mmask16 f32v_mask;
-INLINE __m512 f32v_load(const float *p) { return _mm512_load_ps(p); }
-INLINE __m512 f32v_loadu(const float *p) { return _mm512_loadu_ps(p); }
-INLINE __m512 f32v_load_part(const float *p, ptrdiff_t n) { return _mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p); }
-INLINE void f32v_store(float *p, __m512 x) { _mm512_store_ps(p, x); }
-INLINE void f32v_storeu(float *p, __m512 x) { _mm512_storeu_ps(p, x); }
-INLINE void f32v_store_part(float *p, __m512 x, ptrdiff_t n) { _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), x); }
+INLINE __m512 f32v_load(const float* p) { return _mm512_load_ps(p); }
+INLINE __m512 f32v_loadu(const float* p) { return _mm512_loadu_ps(p); }
+INLINE __m512 f32v_load_part(const float* p, ptrdiff_t n) {
+    return _mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
+}
+INLINE void f32v_store(float* p, __m512 x) { _mm512_store_ps(p, x); }
+INLINE void f32v_storeu(float* p, __m512 x) { _mm512_storeu_ps(p, x); }
+INLINE void f32v_store_part(float* p, __m512 x, ptrdiff_t n) {
+    _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), x);
+}
 INLINE __m512 f32v_set1(float x) { return _mm512_set1_ps(x); }
 INLINE __m512 f32v_add(__m512 a, __m512 b) { return _mm512_add_ps(a, b); }
 INLINE __m512 f32v_sub(__m512 a, __m512 b) { return _mm512_sub_ps(a, b); }
@@ -33,32 +37,36 @@ INLINE __m512 f32v_round(__m512 x) { return _mm512_roundscale_ps(x, 8); }
 INLINE __m512 f32v_scale_from(__m512 p, __m512 n, __m512 x) {
     return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(EXP2_MIN_F32), _CMP_NLT_UQ), p, n);
 }
-INLINE __mmask16 f32v_bit(const uint32_t *words, int j) {
+INLINE __mmask16 f32v_bit(const uint32_t* words, int j) {
     return _mm512_test_epi32_mask(_mm512_load_si512(words), _mm512_set1_epi32((int)(1u << j)));
 }
-INLINE __m512 f32v_gather(const char *p, ptrdiff_t stride, ptrdiff_t n) {
+INLINE __m512 f32v_gather(const char* p, ptrdiff_t stride, ptrdiff_t n) {
     float t[16] = {0};
-    for (ptrdiff_t x = 0; x < n; x++) t[x] = *(const float *)(p + x * stride);
+    for (ptrdiff_t x = 0; x < n; x++) t[x] = *(const float*)(p + x * stride);
     return _mm512_loadu_ps(t);
 }
 INLINE void f32v_transpose(__m512 r[16]) {
     __m512 t[16];
-    UNROLL(16) for (int i = 0; i < 8; i++) {
+    UNROLL(16)
+    for (int i = 0; i < 8; i++) {
         t[2 * i] = _mm512_unpacklo_ps(r[2 * i], r[2 * i + 1]);
         t[2 * i + 1] = _mm512_unpackhi_ps(r[2 * i], r[2 * i + 1]);
     }
-    UNROLL(16) for (int i = 0; i < 16; i++) { /* 4 x 4 blocks: rows 4g .. 4g + 3, column i % 4 of each lane */
+    UNROLL(16)
+    for (int i = 0; i < 16; i++) { /* 4 x 4 blocks: rows 4g .. 4g + 3, column i % 4 of each lane */
         const int g = i / 4, c = i % 4;
         const __m512d a = _mm512_castps_pd(t[4 * g + c / 2]), b = _mm512_castps_pd(t[4 * g + 2 + c / 2]);
         r[i] = _mm512_castpd_ps(c % 2 ? _mm512_unpackhi_pd(a, b) : _mm512_unpacklo_pd(a, b));
     }
-    UNROLL(16) for (int c = 0; c < 4; c++) {
+    UNROLL(16)
+    for (int c = 0; c < 4; c++) {
         t[c] = _mm512_shuffle_f32x4(r[c], r[4 + c], 0x88);
         t[4 + c] = _mm512_shuffle_f32x4(r[c], r[4 + c], 0xdd);
         t[8 + c] = _mm512_shuffle_f32x4(r[8 + c], r[12 + c], 0x88);
         t[12 + c] = _mm512_shuffle_f32x4(r[8 + c], r[12 + c], 0xdd);
     }
-    UNROLL(16) for (int c = 0; c < 8; c++) {
+    UNROLL(16)
+    for (int c = 0; c < 8; c++) {
         r[c] = _mm512_shuffle_f32x4(t[c], t[8 + c], 0x88);
         r[8 + c] = _mm512_shuffle_f32x4(t[c], t[8 + c], 0xdd);
     }
@@ -78,12 +86,16 @@ INLINE void f32v_transpose(__m512 r[16]) {
 /* ---- double ---- */
 typedef __m512d f64v_vec;
 typedef __mmask8 f64v_mask;
-INLINE __m512d f64v_load(const double *p) { return _mm512_load_pd(p); }
-INLINE __m512d f64v_loadu(const double *p) { return _mm512_loadu_pd(p); }
-INLINE __m512d f64v_load_part(const double *p, ptrdiff_t n) { return _mm512_maskz_loadu_pd((__mmask8)((1u << n) - 1), p); }
-INLINE void f64v_store(double *p, __m512d x) { _mm512_store_pd(p, x); }
-INLINE void f64v_storeu(double *p, __m512d x) { _mm512_storeu_pd(p, x); }
-INLINE void f64v_store_part(double *p, __m512d x, ptrdiff_t n) { _mm512_mask_storeu_pd(p, (__mmask8)((1u << n) - 1), x); }
+INLINE __m512d f64v_load(const double* p) { return _mm512_load_pd(p); }
+INLINE __m512d f64v_loadu(const double* p) { return _mm512_loadu_pd(p); }
+INLINE __m512d f64v_load_part(const double* p, ptrdiff_t n) {
+    return _mm512_maskz_loadu_pd((__mmask8)((1u << n) - 1), p);
+}
+INLINE void f64v_store(double* p, __m512d x) { _mm512_store_pd(p, x); }
+INLINE void f64v_storeu(double* p, __m512d x) { _mm512_storeu_pd(p, x); }
+INLINE void f64v_store_part(double* p, __m512d x, ptrdiff_t n) {
+    _mm512_mask_storeu_pd(p, (__mmask8)((1u << n) - 1), x);
+}
 INLINE __m512d f64v_set1(double x) { return _mm512_set1_pd(x); }
 INLINE __m512d f64v_add(__m512d a, __m512d b) { return _mm512_add_pd(a, b); }
 INLINE __m512d f64v_sub(__m512d a, __m512d b) { return _mm512_sub_pd(a, b); }
@@ -100,31 +112,35 @@ INLINE __m512d f64v_round(__m512d x) { return _mm512_roundscale_pd(x, 8); }
 INLINE __m512d f64v_scale_from(__m512d p, __m512d n, __m512d x) {
     return _mm512_maskz_scalef_pd(_mm512_cmp_pd_mask(x, _mm512_set1_pd(EXP2_MIN_F64), _CMP_NLT_UQ), p, n);
 }
-INLINE __mmask8 f64v_bit(const uint32_t *words, int j) {
-    return _mm256_test_epi32_mask(_mm256_load_si256((const __m256i *)words), _mm256_set1_epi32((int)(1u << j)));
+INLINE __mmask8 f64v_bit(const uint32_t* words, int j) {
+    return _mm256_test_epi32_mask(_mm256_load_si256((const __m256i*)words), _mm256_set1_epi32((int)(1u << j)));
 }
-INLINE __m512d f64v_gather(const char *p, ptrdiff_t stride, ptrdiff_t n) {
+INLINE __m512d f64v_gather(const char* p, ptrdiff_t stride, ptrdiff_t n) {
     double t[8] = {0};
-    for (ptrdiff_t x = 0; x < n; x++) t[x] = *(const double *)(p + x * stride);
+    for (ptrdiff_t x = 0; x < n; x++) t[x] = *(const double*)(p + x * stride);
     return _mm512_loadu_pd(t);
 }
 INLINE void f64v_transpose(__m512d r[8]) {
     __m512d t[8];
-    UNROLL(8) for (int i = 0; i < 4; i++) {
+    UNROLL(8)
+    for (int i = 0; i < 4; i++) {
         t[2 * i] = _mm512_unpacklo_pd(r[2 * i], r[2 * i + 1]);
         t[2 * i + 1] = _mm512_unpackhi_pd(r[2 * i], r[2 * i + 1]);
     }
-    UNROLL(8) for (int c = 0; c < 2; c++) {
+    UNROLL(8)
+    for (int c = 0; c < 2; c++) {
         r[c] = _mm512_shuffle_f64x2(t[c], t[2 + c], 0x88);
         r[2 + c] = _mm512_shuffle_f64x2(t[c], t[2 + c], 0xdd);
         r[4 + c] = _mm512_shuffle_f64x2(t[4 + c], t[6 + c], 0x88);
         r[6 + c] = _mm512_shuffle_f64x2(t[4 + c], t[6 + c], 0xdd);
     }
-    UNROLL(8) for (int c = 0; c < 4; c++) {
+    UNROLL(8)
+    for (int c = 0; c < 4; c++) {
         t[c] = _mm512_shuffle_f64x2(r[c], r[4 + c], 0x88);
         t[4 + c] = _mm512_shuffle_f64x2(r[c], r[4 + c], 0xdd);
     }
-    UNROLL(8) for (int c = 0; c < 8; c++) r[c] = t[c];
+    UNROLL(8)
+    for (int c = 0; c < 8; c++) r[c] = t[c];
 }
 
 #define REAL double
@@ -142,13 +158,13 @@ INLINE void f64v_transpose(__m512d r[8]) {
 INLINE __m512d f64v_product_error(__m512d a, __m512d b, __m512d ab) { return _mm512_fmsub_pd(a, b, ab); }
 INLINE __m512d f64v_swap_pairs(__m512d x) { return _mm512_permute_pd(x, 0x55); }
 /* p[2 i] = a[i], p[2 i + 1] = b[i]. */
-INLINE void f64v_store_pairs(double *p, __m512d a, __m512d b) {
+INLINE void f64v_store_pairs(double* p, __m512d a, __m512d b) {
     const __m512i low = _mm512_set_epi64(11, 3, 10, 2, 9, 1, 8, 0), high = _mm512_set_epi64(15, 7, 14, 6, 13, 5, 12, 4);
     _mm512_store_pd(p, _mm512_permutex2var_pd(a, low, b));
     _mm512_store_pd(p + 8, _mm512_permutex2var_pd(a, high, b));
 }
-INLINE void f64v_store_f32(float *p, __m512d x) { _mm256_storeu_ps(p, _mm512_cvtpd_ps(x)); }
-INLINE void f64v_store_f32_part(float *p, __m512d x, ptrdiff_t n) {
+INLINE void f64v_store_f32(float* p, __m512d x) { _mm256_storeu_ps(p, _mm512_cvtpd_ps(x)); }
+INLINE void f64v_store_f32_part(float* p, __m512d x, ptrdiff_t n) {
     _mm256_mask_storeu_ps(p, (__mmask8)((1u << n) - 1), _mm512_cvtpd_ps(x));
 }
 /* Bit `bit` of a whole number below 2^51, in two's complement: adding 1.5 * 2^52 puts its units into the last place. */

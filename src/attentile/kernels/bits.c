@@ -7,31 +7,31 @@
 #if defined(__SSE2__)
 #include <emmintrin.h>
 
-static uint32_t word_of_32(const char *p) {
+static uint32_t word_of_32(const char* p) {
     const __m128i zero = _mm_setzero_si128();
-    const __m128i low = _mm_loadu_si128((const __m128i *)p), high = _mm_loadu_si128((const __m128i *)(p + 16));
+    const __m128i low = _mm_loadu_si128((const __m128i*)p), high = _mm_loadu_si128((const __m128i*)(p + 16));
     const uint32_t off_low = (uint32_t)_mm_movemask_epi8(_mm_cmpeq_epi8(low, zero));
     const uint32_t off_high = (uint32_t)_mm_movemask_epi8(_mm_cmpeq_epi8(high, zero));
     return ~(off_low | off_high << 16);
 }
 #else
-static uint32_t word_of(const char *p, ptrdiff_t key_stride, ptrdiff_t keys);
-static uint32_t word_of_32(const char *p) { return word_of(p, 1, AT_WORD); }
+static uint32_t word_of(const char* p, ptrdiff_t key_stride, ptrdiff_t keys);
+static uint32_t word_of_32(const char* p) { return word_of(p, 1, AT_WORD); }
 #endif
 
-static uint32_t word_of(const char *p, ptrdiff_t key_stride, ptrdiff_t keys) {
+static uint32_t word_of(const char* p, ptrdiff_t key_stride, ptrdiff_t keys) {
     uint32_t word = 0;
     for (ptrdiff_t j = 0; j < keys; j++) word |= (uint32_t)(p[j * key_stride] != 0) << j;
     return word;
 }
 
-void at_mask_words(uint32_t *words, const char *const *rows, ptrdiff_t key_stride, ptrdiff_t n_rows, ptrdiff_t pitch,
+void at_mask_words(uint32_t* words, const char* const* rows, ptrdiff_t key_stride, ptrdiff_t n_rows, ptrdiff_t pitch,
                    ptrdiff_t keys) {
     for (ptrdiff_t r = 0; r < n_rows; r++) {
         const int repeated = r > 0 && rows[r] == rows[r - 1]; /* one row for all: read it once */
         for (ptrdiff_t j = 0, w = 0; j < keys; j += AT_WORD, w++) {
-            uint32_t *to = words + w * pitch + r;
-            const char *from = rows[r] + j * key_stride;
+            uint32_t* to = words + w * pitch + r;
+            const char* from = rows[r] + j * key_stride;
             const ptrdiff_t n = keys - j < AT_WORD ? keys - j : AT_WORD;
             *to = repeated ? to[-1] : key_stride == 1 && n == AT_WORD ? word_of_32(from) : word_of(from, key_stride, n);
         }

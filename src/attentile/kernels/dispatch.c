@@ -16,7 +16,7 @@ extern const at_isa at_generic;
 static int always(void) { return 1; }
 
 static const struct {
-    const at_isa *isa;
+    const at_isa* isa;
     int (*supported)(void);
 } isas[] = {
 #if defined(__x86_64__) || defined(_M_X64)
@@ -28,6 +28,6 @@ static const struct {
 
 int at_isa_count(void) { return (int)(sizeof isas / sizeof *isas); }
 
-const at_isa *at_isa_at(int index) { return isas[index].isa; }
+const at_isa* at_isa_at(int index) { return isas[index].isa; }
 
 int at_isa_supported(int index) { return isas[index].supported(); }

@@ -25,8 +25,8 @@ size_t at_encode_scratch(ptrdiff_t d_model) {
     return sizeof(double) * (size_t)(2 * padded_pairs(d_model) + (2 + ROWS) * table_width(d_model));
 }
 
-void at_encode(const at_angles *angles, void *out, ptrdiff_t row_stride_bytes, ptrdiff_t rows, ptrdiff_t d_model,
-               double first_position, double ratio_high, double ratio_low, int single, double *scratch) {
+void at_encode(const at_angles* angles, void* out, ptrdiff_t row_stride_bytes, ptrdiff_t rows, ptrdiff_t d_model,
+               double first_position, double ratio_high, double ratio_low, int single, double* scratch) {
     const ptrdiff_t all_pairs = padded_pairs(d_model), pitch = table_width(d_model);
     double *high = scratch, *low = high + all_pairs, *cosines = low + all_pairs, *sines = cosines + pitch,
            *fine = sines + pitch;
@@ -42,13 +42,12 @@ void at_encode(const at_angles *angles, void *out, ptrdiff_t row_stride_bytes, p
                 angles->sincos(fine + b * pitch, (double)b, strip_high, strip_low, pairs);
         for (ptrdiff_t i = 0; i < rows; i++) {
             const ptrdiff_t b = (first_b + i) & (ROWS - 1);
-            if (i == 0 || b == 0)
-                angles->turn(cosines, sines, (double)(first + i - b), strip_high, strip_low, pairs);
-            char *row = (char *)out + i * row_stride_bytes + column * (ptrdiff_t)itemsize;
+            if (i == 0 || b == 0) angles->turn(cosines, sines, (double)(first + i - b), strip_high, strip_low, pairs);
+            char* row = (char*)out + i * row_stride_bytes + column * (ptrdiff_t)itemsize;
             if (single)
-                angles->rotate_f32((float *)row, cosines, sines, fine + b * pitch, width);
+                angles->rotate_f32((float*)row, cosines, sines, fine + b * pitch, width);
             else
-                angles->rotate((double *)row, cosines, sines, fine + b * pitch, width);
+                angles->rotate((double*)row, cosines, sines, fine + b * pitch, width);
         }
     }
 }

@@ -4,67 +4,68 @@
 
 #define IN_REGISTER(x) (void)(x)
 
-#define GENERIC_VOCABULARY(P, REAL, INT, UINT, N, BITS, MAGIC, MIN)                                                   \
-    typedef REAL P##_vec __attribute__((vector_size(16)));                                                            \
-    typedef INT P##_mask __attribute__((vector_size(16)));                                                            \
-    typedef UINT P##_bits __attribute__((vector_size(16)));                                                           \
-    INLINE P##_vec P##_load(const REAL *p) { return *(const P##_vec *)p; }                                            \
-    INLINE P##_vec P##_loadu(const REAL *p) {                                                                         \
-        P##_vec x;                                                                                                    \
-        memcpy(&x, p, sizeof x);                                                                                      \
-        return x;                                                                                                     \
-    }                                                                                                                 \
-    INLINE void P##_store(REAL *p, P##_vec x) { *(P##_vec *)p = x; }                                                  \
-    INLINE void P##_storeu(REAL *p, P##_vec x) { memcpy(p, &x, sizeof x); }                                           \
-    INLINE P##_vec P##_gather(const char *p, ptrdiff_t stride, ptrdiff_t n) {                                         \
-        P##_vec x = {0};                                                                                              \
-        for (ptrdiff_t i = 0; i < n; i++) x[i] = *(const REAL *)(p + i * stride);                                     \
-        return x;                                                                                                     \
-    }                                                                                                                 \
-    INLINE P##_vec P##_load_part(const REAL *p, ptrdiff_t n) {                                                        \
-        return P##_gather((const char *)p, (ptrdiff_t)sizeof(REAL), n);                                               \
-    }                                                                                                                 \
-    INLINE void P##_store_part(REAL *p, P##_vec x, ptrdiff_t n) {                                                     \
-        for (ptrdiff_t i = 0; i < n; i++) p[i] = x[i];                                                                \
-    }                                                                                                                 \
-    INLINE P##_vec P##_set1(REAL x) { return x - (P##_vec){0}; } /* not +: -0.0 must stay -0.0 */                     \
-    INLINE P##_vec P##_add(P##_vec a, P##_vec b) { return a + b; }                                                    \
-    INLINE P##_vec P##_sub(P##_vec a, P##_vec b) { return a - b; }                                                    \
-    INLINE P##_vec P##_mul(P##_vec a, P##_vec b) { return a * b; }                                                    \
-    INLINE P##_vec P##_div(P##_vec a, P##_vec b) { return a / b; }                                                    \
-    INLINE P##_vec P##_fma(P##_vec a, P##_vec b, P##_vec c) { return a * b + c; }                                     \
-    INLINE P##_vec P##_select(P##_mask k, P##_vec a, P##_vec b) {                                                     \
-        return (P##_vec)((k & (P##_mask)a) | (~k & (P##_mask)b));                                                     \
-    }                                                                                                                 \
-    INLINE P##_vec P##_max(P##_vec a, P##_vec b) { return P##_select((P##_mask)(a > b), a, b); }                      \
-    INLINE P##_vec P##_min(P##_vec a, P##_vec b) { return P##_select((P##_mask)(a < b), a, b); }                      \
-    INLINE P##_mask P##_equal(P##_vec a, P##_vec b) { return (P##_mask)(a == b); }                                    \
-    INLINE P##_mask P##_infinite(P##_vec a) {                                                                         \
-        const P##_vec top = P##_set1((REAL)INFINITY);                                                                 \
-        return (P##_mask)(a == top) | (P##_mask)(a == -top);                                                          \
-    }                                                                                                                 \
-    INLINE P##_mask P##_minus_zero(P##_vec a) {                                                                       \
-        return (P##_mask)((P##_bits)a == (P##_bits)P##_set1(-(REAL)0.0));                                             \
-    }                                                                                                                 \
+#define GENERIC_VOCABULARY(P, REAL, INT, UINT, N, BITS, MAGIC, MIN)                                                     \
+    typedef REAL P##_vec __attribute__((vector_size(16)));                                                              \
+    typedef INT P##_mask __attribute__((vector_size(16)));                                                              \
+    typedef UINT P##_bits __attribute__((vector_size(16)));                                                             \
+    INLINE P##_vec P##_load(const REAL* p) { return *(const P##_vec*)p; }                                               \
+    INLINE P##_vec P##_loadu(const REAL* p) {                                                                           \
+        P##_vec x;                                                                                                      \
+        memcpy(&x, p, sizeof x);                                                                                        \
+        return x;                                                                                                       \
+    }                                                                                                                   \
+    INLINE void P##_store(REAL* p, P##_vec x) { *(P##_vec*)p = x; }                                                     \
+    INLINE void P##_storeu(REAL* p, P##_vec x) { memcpy(p, &x, sizeof x); }                                             \
+    INLINE P##_vec P##_gather(const char* p, ptrdiff_t stride, ptrdiff_t n) {                                           \
+        P##_vec x = {0};                                                                                                \
+        for (ptrdiff_t i = 0; i < n; i++) x[i] = *(const REAL*)(p + i * stride);                                        \
+        return x;                                                                                                       \
+    }                                                                                                                   \
+    INLINE P##_vec P##_load_part(const REAL* p, ptrdiff_t n) {                                                          \
+        return P##_gather((const char*)p, (ptrdiff_t)sizeof(REAL), n);                                                  \
+    }                                                                                                                   \
+    INLINE void P##_store_part(REAL* p, P##_vec x, ptrdiff_t n) {                                                       \
+        for (ptrdiff_t i = 0; i < n; i++) p[i] = x[i];                                                                  \
+    }                                                                                                                   \
+    INLINE P##_vec P##_set1(REAL x) { return x - (P##_vec){0}; } /* not +: -0.0 must stay -0.0 */                       \
+    INLINE P##_vec P##_add(P##_vec a, P##_vec b) { return a + b; }                                                      \
+    INLINE P##_vec P##_sub(P##_vec a, P##_vec b) { return a - b; }                                                      \
+    INLINE P##_vec P##_mul(P##_vec a, P##_vec b) { return a * b; }                                                      \
+    INLINE P##_vec P##_div(P##_vec a, P##_vec b) { return a / b; }                                                      \
+    INLINE P##_vec P##_fma(P##_vec a, P##_vec b, P##_vec c) { return a * b + c; }                                       \
+    INLINE P##_vec P##_select(P##_mask k, P##_vec a, P##_vec b) {                                                       \
+        return (P##_vec)((k & (P##_mask)a) | (~k & (P##_mask)b));                                                       \
+    }                                                                                                                   \
+    INLINE P##_vec P##_max(P##_vec a, P##_vec b) { return P##_select((P##_mask)(a > b), a, b); }                        \
+    INLINE P##_vec P##_min(P##_vec a, P##_vec b) { return P##_select((P##_mask)(a < b), a, b); }                        \
+    INLINE P##_mask P##_equal(P##_vec a, P##_vec b) { return (P##_mask)(a == b); }                                      \
+    INLINE P##_mask P##_infinite(P##_vec a) {                                                                           \
+        const P##_vec top = P##_set1((REAL)INFINITY);                                                                   \
+        return (P##_mask)(a == top) | (P##_mask)(a == -top);                                                            \
+    }                                                                                                                   \
+    INLINE P##_mask P##_minus_zero(P##_vec a) { return (P##_mask)((P##_bits)a == (P##_bits)P##_set1(-(REAL)0.0)); }     \
     /* Nearest even by the constant whose last place is 1; right for |x| < 2^(BITS - 1), and scale_from gives 0       \
-     * long before that. */                                                                                           \
-    INLINE P##_vec P##_round(P##_vec x) { return x + P##_set1(MAGIC) - P##_set1(MAGIC); }                             \
-    INLINE P##_vec P##_scale_from(P##_vec p, P##_vec n, P##_vec x) {                                                  \
-        const P##_bits shift = (P##_bits)(n + P##_set1(MAGIC)) << BITS;                                               \
-        const P##_vec scaled = (P##_vec)((P##_bits)p + shift);                                                        \
-        const P##_mask tiny = (P##_mask)(x < P##_set1(MIN)), number = (P##_mask)(x == x);                             \
-        return P##_select(tiny, P##_set1(0), P##_select(number, scaled, x));                                          \
-    }                                                                                                                 \
-    INLINE P##_mask P##_bit(const uint32_t *words, int j) {                                                           \
-        P##_mask k;                                                                                                   \
-        UNROLL(4) for (int i = 0; i < N; i++) k[i] = -(INT)(words[i] >> j & 1);                                       \
-        return k;                                                                                                     \
-    }                                                                                                                 \
-    INLINE void P##_transpose(P##_vec r[N]) {                                                                         \
-        REAL from[N][N], to[N][N];                                                                                    \
-        memcpy(from, r, sizeof from);                                                                                 \
-        UNROLL(4) for (int i = 0; i < N; i++) UNROLL(4) for (int c = 0; c < N; c++) to[i][c] = from[c][i];            \
-        memcpy(r, to, sizeof to);                                                                                     \
+     * long before that. */ \
+    INLINE P##_vec P##_round(P##_vec x) { return x + P##_set1(MAGIC) - P##_set1(MAGIC); }                               \
+    INLINE P##_vec P##_scale_from(P##_vec p, P##_vec n, P##_vec x) {                                                    \
+        const P##_bits shift = (P##_bits)(n + P##_set1(MAGIC)) << BITS;                                                 \
+        const P##_vec scaled = (P##_vec)((P##_bits)p + shift);                                                          \
+        const P##_mask tiny = (P##_mask)(x < P##_set1(MIN)), number = (P##_mask)(x == x);                               \
+        return P##_select(tiny, P##_set1(0), P##_select(number, scaled, x));                                            \
+    }                                                                                                                   \
+    INLINE P##_mask P##_bit(const uint32_t* words, int j) {                                                             \
+        P##_mask k;                                                                                                     \
+        UNROLL(4)                                                                                                       \
+        for (int i = 0; i < N; i++) k[i] = -(INT)(words[i] >> j & 1);                                                   \
+        return k;                                                                                                       \
+    }                                                                                                                   \
+    INLINE void P##_transpose(P##_vec r[N]) {                                                                           \
+        REAL from[N][N], to[N][N];                                                                                      \
+        memcpy(from, r, sizeof from);                                                                                   \
+        UNROLL(4)                                                                                                       \
+        for (int i = 0; i < N; i++) UNROLL(4)                                                                           \
+        for (int c = 0; c < N; c++) to[i][c] = from[c][i];                                                              \
+        memcpy(r, to, sizeof to);                                                                                       \
     }
 
 GENERIC_VOCABULARY(f32v, float, int32_t, uint32_t, 4, 23, 12582912.0f, EXP2_MIN_F32)
@@ -105,14 +106,14 @@ INLINE f64v_vec f64v_product_error(f64v_vec a, f64v_vec b, f64v_vec ab) {
 }
 INLINE f64v_vec f64v_swap_pairs(f64v_vec x) { return (f64v_vec){x[1], x[0]}; }
 /* p[2 i] = a[i], p[2 i + 1] = b[i]. */
-INLINE void f64v_store_pairs(double *p, f64v_vec a, f64v_vec b) {
+INLINE void f64v_store_pairs(double* p, f64v_vec a, f64v_vec b) {
     f64v_store(p, (f64v_vec){a[0], b[0]});
     f64v_store(p + 2, (f64v_vec){a[1], b[1]});
 }
-INLINE void f64v_store_f32_part(float *p, f64v_vec x, ptrdiff_t n) {
+INLINE void f64v_store_f32_part(float* p, f64v_vec x, ptrdiff_t n) {
     for (ptrdiff_t i = 0; i < n; i++) p[i] = (float)x[i];
 }
-INLINE void f64v_store_f32(float *p, f64v_vec x) { f64v_store_f32_part(p, x, 2); }
+INLINE void f64v_store_f32(float* p, f64v_vec x) { f64v_store_f32_part(p, x, 2); }
 /* Bit `bit` of a whole number below 2^51, in two's complement: adding 1.5 * 2^52 puts its units into the last place. */
 INLINE f64v_mask f64v_has_bit(f64v_vec n, int bit) {
     const f64v_bits units = (f64v_bits)(n + f64v_set1(0x1.8p52));

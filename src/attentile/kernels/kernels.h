@@ -40,45 +40,45 @@ typedef struct {
     int max_vectors; /* rows per block = max_vectors * lanes */
 
     /* rows[r] (r < n_rows) -> qt[width][n] * factor; lanes from n_rows on become 0. */
-    void (*pack)(void *qt, const char *const *rows, ptrdiff_t n_rows, int vectors, ptrdiff_t width, double factor);
+    void (*pack)(void* qt, const char* const* rows, ptrdiff_t n_rows, int vectors, ptrdiff_t width, double factor);
 
     /* st[j][n] for `keys` keys from k on; running_max[n] = max(running_max, st), NaN ignored. Index: vectors - 1. */
-    void (*scores[AT_MAX_VECTORS])(void *st, void *running_max, const void *qt, const char *k, ptrdiff_t k_stride,
+    void (*scores[AT_MAX_VECTORS])(void* st, void* running_max, const void* qt, const char* k, ptrdiff_t k_stride,
                                    ptrdiff_t width, ptrdiff_t keys);
 
     /* st[j][r] += log2(e) * rows[r][j], finite bias staying finite; an infinite bias replaces the score. */
-    void (*add_bias)(void *st, void *running_max, const char *const *rows, ptrdiff_t key_stride, ptrdiff_t n_rows,
+    void (*add_bias)(void* st, void* running_max, const char* const* rows, ptrdiff_t key_stride, ptrdiff_t n_rows,
                      int vectors, ptrdiff_t keys);
 
     /* st[j][r] = fill where bit j % 32 of words[j / 32][r] is 0. */
-    void (*exclude)(void *st, void *running_max, const uint32_t *words, int vectors, ptrdiff_t keys, double fill);
+    void (*exclude)(void* st, void* running_max, const uint32_t* words, int vectors, ptrdiff_t keys, double fill);
 
     /* In place st = exp2(st - chunk_max). Merges the chunk into m and l and leaves the weights of the old (alpha)
      * and the new (beta) part. mark != 0: a score of -inf becomes -0.0, which values_marked takes as excluded. */
-    void (*softmax[AT_MAX_VECTORS])(void *st, ptrdiff_t keys, const void *chunk_max, void *m, void *l, void *alpha,
-                                    void *beta, int mark);
+    void (*softmax[AT_MAX_VECTORS])(void* st, ptrdiff_t keys, const void* chunk_max, void* m, void* l, void* alpha,
+                                    void* beta, int mark);
 
     /* ot[e][n] for `width` columns of v; first != 0: ot is only written. Index: vectors - 1. */
-    void (*values[AT_MAX_VECTORS])(void *ot, const void *st, const char *v, ptrdiff_t v_stride, ptrdiff_t width,
-                                   ptrdiff_t keys, const void *alpha, const void *beta, int first);
+    void (*values[AT_MAX_VECTORS])(void* ot, const void* st, const char* v, ptrdiff_t v_stride, ptrdiff_t width,
+                                   ptrdiff_t keys, const void* alpha, const void* beta, int first);
 
     /* The same where st is -0.0 the value is never used (it may be NaN or Inf). Slow: a block is redone with it
      * only after NaN was seen in its result. */
-    void (*values_marked)(void *ot, const void *st, const char *v, ptrdiff_t v_stride, ptrdiff_t width,
-                          ptrdiff_t keys, const void *alpha, const void *beta, int first, int vectors);
+    void (*values_marked)(void* ot, const void* st, const char* v, ptrdiff_t v_stride, ptrdiff_t width, ptrdiff_t keys,
+                          const void* alpha, const void* beta, int first, int vectors);
 
     /* 1 if any of ot[width][n] is NaN. */
-    int (*any_nan)(const void *ot, int vectors, ptrdiff_t width);
+    int (*any_nan)(const void* ot, int vectors, ptrdiff_t width);
 
     /* r[n] = 1 / l, 0 where l is 0 (a row without keys). */
-    void (*reciprocal)(void *r, const void *l, int vectors);
+    void (*reciprocal)(void* r, const void* l, int vectors);
 
     /* rows[r][x] = ot[x][r] * factor[r] for x < width; -0.0 becomes 0.0. */
-    void (*unpack)(char *const *rows, const void *ot, const void *factor, ptrdiff_t n_rows, int vectors,
+    void (*unpack)(char* const* rows, const void* ot, const void* factor, ptrdiff_t n_rows, int vectors,
                    ptrdiff_t width);
 
     /* row[j] *= exp2(chunk_max - m) / l: turns the weights of one chunk into final ones. */
-    void (*rescale)(void *row, ptrdiff_t keys, double chunk_max, double m, double l);
+    void (*rescale)(void* row, ptrdiff_t keys, double chunk_max, double m, double l);
 
     /* Dependent-free FMAs for measuring the peak: 2 * lanes * at_peak_chains FLOPs per round. */
     double (*fma_peak)(ptrdiff_t rounds);
@@ -95,48 +95,48 @@ typedef struct {
 
 typedef struct {
     /* high[i] + low[i] = ratio^i * 2 / pi, the quarter turns per position. */
-    void (*frequencies)(double *high, double *low, ptrdiff_t pairs, double ratio_high, double ratio_low);
+    void (*frequencies)(double* high, double* low, ptrdiff_t pairs, double ratio_high, double ratio_low);
 
     /* fine[2 i] = sin, fine[2 i + 1] = cos of the angle of pair i. */
-    void (*sincos)(double *fine, double position, const double *high, const double *low, ptrdiff_t pairs);
+    void (*sincos)(double* fine, double position, const double* high, const double* low, ptrdiff_t pairs);
 
     /* The same as a rotation: cosines[2 i] = cosines[2 i + 1] = cos, sines[2 i] = sin, sines[2 i + 1] = -sin. */
-    void (*turn)(double *cosines, double *sines, double position, const double *high, const double *low,
+    void (*turn)(double* cosines, double* sines, double position, const double* high, const double* low,
                  ptrdiff_t pairs);
 
     /* row[width] = the fine row of the sum of both positions, clamped to [-1, 1]. An odd width ends with a sine. */
-    void (*rotate)(double *row, const double *cosines, const double *sines, const double *fine, ptrdiff_t width);
+    void (*rotate)(double* row, const double* cosines, const double* sines, const double* fine, ptrdiff_t width);
 
     /* The same, rounded once to float. */
-    void (*rotate_f32)(float *row, const double *cosines, const double *sines, const double *fine, ptrdiff_t width);
+    void (*rotate_f32)(float* row, const double* cosines, const double* sines, const double* fine, ptrdiff_t width);
 } at_angles;
 
 typedef struct {
-    const char *name;
+    const char* name;
     const at_tiles *f32, *f64;
-    const at_angles *angles;
+    const at_angles* angles;
 } at_isa;
 
 /* dispatch.c */
-int at_isa_count(void);                /* every ISA of this build, best first */
-const at_isa *at_isa_at(int index);    /* NULL if this build lacks it */
-int at_isa_supported(int index);       /* this processor and operating system can run it */
+int at_isa_count(void);             /* every ISA of this build, best first */
+const at_isa* at_isa_at(int index); /* NULL if this build lacks it */
+int at_isa_supported(int index);    /* this processor and operating system can run it */
 
 /* pool.c. task(job, index, slot): index < tasks, slot < threads names the scratch of the running thread. */
-typedef void (*at_task)(void *job, ptrdiff_t index, int slot);
-void at_pool_run(at_task task, void *job, ptrdiff_t tasks, int threads);
-int at_pool_workers(void);             /* threads started so far */
-void *at_scratch(size_t bytes);        /* this thread's scratch, AT_ALIGN aligned, kept; NULL: no memory */
+typedef void (*at_task)(void* job, ptrdiff_t index, int slot);
+void at_pool_run(at_task task, void* job, ptrdiff_t tasks, int threads);
+int at_pool_workers(void);      /* threads started so far */
+void* at_scratch(size_t bytes); /* this thread's scratch, AT_ALIGN aligned, kept; NULL: no memory */
 
 /* encode.c. Rows of the encoding of first_position, first_position + 1, ... at out + row * row_stride_bytes, each
  * d_model > 0 doubles (single != 0: floats, rounded once). ratio = base^(-2 / d_model). |first_position| and
  * |first_position + rows| <= 2^50, whole; rows >= 0. Scratch is AT_ALIGN aligned. */
 size_t at_encode_scratch(ptrdiff_t d_model); /* bytes */
-void at_encode(const at_angles *angles, void *out, ptrdiff_t row_stride_bytes, ptrdiff_t rows, ptrdiff_t d_model,
-               double first_position, double ratio_high, double ratio_low, int single, double *scratch);
+void at_encode(const at_angles* angles, void* out, ptrdiff_t row_stride_bytes, ptrdiff_t rows, ptrdiff_t d_model,
+               double first_position, double ratio_high, double ratio_low, int single, double* scratch);
 
 /* bits.c. words[w][n] from booleans: bit j of row r is rows[r][j * key_stride] != 0. */
-void at_mask_words(uint32_t *words, const char *const *rows, ptrdiff_t key_stride, ptrdiff_t n_rows, ptrdiff_t pitch,
+void at_mask_words(uint32_t* words, const char* const* rows, ptrdiff_t key_stride, ptrdiff_t n_rows, ptrdiff_t pitch,
                    ptrdiff_t keys);
 
 #endif

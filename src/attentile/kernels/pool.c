@@ -36,12 +36,12 @@
 /* ticket = region << 32 | next task. An open region has an odd number; an even one means that none is open. */
 static _Atomic uint64_t ticket;
 static _Atomic(at_task) the_task;
-static _Atomic(void *) the_job;
+static _Atomic(void*) the_job;
 static _Atomic(ptrdiff_t) the_tasks, finished;
 static _Atomic int helpers; /* workers 0 .. helpers - 1 may join the open region */
 static _Atomic int sleeping;
 
-static pthread_mutex_t busy = PTHREAD_MUTEX_INITIALIZER;  /* held by the caller whose region is open */
+static pthread_mutex_t busy = PTHREAD_MUTEX_INITIALIZER; /* held by the caller whose region is open */
 static pthread_mutex_t sleep_lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
 static pthread_cond_t done = PTHREAD_COND_INITIALIZER;
@@ -60,7 +60,7 @@ static ptrdiff_t take_tasks(uint32_t region, int slot) {
     uint64_t t = atomic_load(&ticket);
     while (t >> 32 == region) {
         const at_task task = atomic_load_explicit(&the_task, memory_order_relaxed);
-        void *job = atomic_load_explicit(&the_job, memory_order_relaxed);
+        void* job = atomic_load_explicit(&the_job, memory_order_relaxed);
         const ptrdiff_t index = (ptrdiff_t)(t & 0xffffffffu);
         if (index >= atomic_load_explicit(&the_tasks, memory_order_relaxed)) break;
         /* Success proves that the region is still open, hence that task and job were its own. */
@@ -82,7 +82,6 @@ static void report(ptrdiff_t ran) {
     }
 }
 
-
 /* Waits until a region other than `last` is open; spins, then sleeps. */
 static uint32_t next_region(uint32_t last) {
     uint32_t region;
@@ -93,14 +92,13 @@ static uint32_t next_region(uint32_t last) {
     }
     pthread_mutex_lock(&sleep_lock);
     atomic_fetch_add(&sleeping, 1);
-    while (region = current_region(), !is_open(region) || region == last)
-        pthread_cond_wait(&wake, &sleep_lock);
+    while (region = current_region(), !is_open(region) || region == last) pthread_cond_wait(&wake, &sleep_lock);
     atomic_fetch_sub(&sleeping, 1);
     pthread_mutex_unlock(&sleep_lock);
     return region;
 }
 
-static void *work(void *number) {
+static void* work(void* number) {
     const int mine = (int)(intptr_t)number;
     for (uint32_t region = 0;;) {
         region = next_region(region);
@@ -121,7 +119,7 @@ static void start_workers(int wanted) {
     while (atomic_load(&workers) < wanted) {
         pthread_t thread;
         /* No thread to be had: the region runs with those that are there, the caller at least. */
-        if (pthread_create(&thread, &detached, work, (void *)(intptr_t)atomic_load(&workers))) break;
+        if (pthread_create(&thread, &detached, work, (void*)(intptr_t)atomic_load(&workers))) break;
         atomic_fetch_add(&workers, 1);
     }
     pthread_attr_destroy(&detached);
@@ -157,7 +155,7 @@ static void wait_for(ptrdiff_t tasks) {
     pthread_mutex_unlock(&sleep_lock);
 }
 
-void at_pool_run(at_task task, void *job, ptrdiff_t tasks, int threads) {
+void at_pool_run(at_task task, void* job, ptrdiff_t tasks, int threads) {
     pthread_once(&once, initialise);
     if (threads > tasks) threads = (int)tasks;
     if (threads <= 1 || tasks > 0x7fffffff || pthread_mutex_trylock(&busy)) {
@@ -187,21 +185,21 @@ int at_pool_workers(void) { return atomic_load(&workers); }
 
 /* One buffer per calling thread, grown and kept: fresh pages cost more than small calls do. The block found through
  * the key starts with its size; free() runs when the thread ends. */
-void *at_scratch(size_t bytes) {
+void* at_scratch(size_t bytes) {
     typedef struct {
         size_t size;
     } header;
     pthread_once(&once, initialise);
-    header *block = pthread_getspecific(scratch_key);
+    header* block = pthread_getspecific(scratch_key);
     if (!block || block->size < bytes) {
         const size_t size = (bytes + 4095) / 4096 * 4096;
         if (size < bytes) return NULL;
         free(block);
         block = NULL;
-        if (posix_memalign((void **)&block, AT_ALIGN, size + AT_ALIGN)) block = NULL;
+        if (posix_memalign((void**)&block, AT_ALIGN, size + AT_ALIGN)) block = NULL;
         pthread_setspecific(scratch_key, block);
         if (!block) return NULL;
         block->size = size;
     }
-    return (char *)block + AT_ALIGN;
+    return (char*)block + AT_ALIGN;
 }
