@@ -160,10 +160,47 @@ cdef inline char *take(char **free_bytes, Py_ssize_t nbytes) noexcept nogil:
 # ---------------------------------------------------------------------------------------------------------------
 # A block: which rows, which keys they may see
 # ---------------------------------------------------------------------------------------------------------------
+cdef void point_rows(const Job *job, const char **rows, const Strided *array, Py_ssize_t b, Py_ssize_t head,
+                     Py_ssize_t i, Py_ssize_t n) noexcept nogil:
+    """rows[r] = row r of the block in this array: query i + r of the head, running on into the next heads."""
+    cdef Py_ssize_t r
+    cdef const char *p
+    if array.data == NULL:
+        return
+    p = at(array, b, head, i)
+    for r in range(n):
+        rows[r] = p
+        p += array.row
+        i += 1
+        if i == job.queries:
+            head, i = head + 1, 0
+            p = at(array, b, head, 0)
+
+
+cdef void find_intervals(const Job *job, Block *block, Py_ssize_t b, Py_ssize_t i) noexcept nogil:
+    """Which keys the rows may see by lo and hi: each, any and all of them. i: query of row 0."""
+    cdef Py_ssize_t r
+    block.lo, block.hi, block.all_lo, block.all_hi = 0, job.keys, 0, job.keys
+    if job.lo == NULL:
+        for r in range(block.n_rows):
+            block.row_lo[r], block.row_hi[r] = 0, job.keys
+        return
+    block.lo, block.hi = job.keys, 0
+    for r in range(block.n_rows):
+        block.row_lo[r] = job.lo[b * job.interval_batch + i]
+        block.row_hi[r] = job.hi[b * job.interval_batch + i]
+        block.all_lo = max(block.all_lo, block.row_lo[r])
+        block.all_hi = min(block.all_hi, block.row_hi[r])
+        if block.row_lo[r] < block.row_hi[r]:
+            block.lo = min(block.lo, block.row_lo[r])
+            block.hi = max(block.hi, block.row_hi[r])
+        i = i + 1 if i + 1 < job.queries else 0
+
+
 cdef void open_block(const Job *job, Block *block, char *free_bytes, Py_ssize_t b, Py_ssize_t kv_head,
                      Py_ssize_t start) noexcept nogil:
     """Rows start .. start + n_rows of key head kv_head: pointers, intervals, packed queries."""
-    cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, r, head, i
+    cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, head, i
     block.n_rows = min(job.block_rows, job.group * job.queries - start)
     block.vectors = <int> ((block.n_rows + job.tiles.lanes - 1) // job.tiles.lanes)
     block.pitch = block.vectors * job.tiles.lanes
@@ -172,32 +209,14 @@ cdef void open_block(const Job *job, Block *block, char *free_bytes, Py_ssize_t 
     block.m = take(&free_bytes, block.pitch * item)
     block.l = take(&free_bytes, block.pitch * item)
     block.tops = free_bytes
-    block.lo, block.hi, block.all_lo, block.all_hi = job.keys, 0, 0, job.keys
     head, i = kv_head * job.group + start // job.queries, start % job.queries
-    for r in range(block.n_rows):
-        block.q_rows[r] = at(&job.q, b, head, i)
-        block.out_rows[r] = at(&job.out, b, head, i)
-        if job.mask.data != NULL:
-            block.mask_rows[r] = at(&job.mask, b, head, i)
-        if job.bias.data != NULL:
-            block.bias_rows[r] = at(&job.bias, b, head, i)
-        if job.weights.data != NULL:
-            block.weight_rows[r] = at(&job.weights, b, head, i)
-        if job.lse.data != NULL:
-            block.lse_rows[r] = at(&job.lse, b, head, i)
-        block.row_lo[r] = 0
-        block.row_hi[r] = job.keys
-        if job.lo != NULL:
-            block.row_lo[r] = job.lo[b * job.interval_batch + i]
-            block.row_hi[r] = job.hi[b * job.interval_batch + i]
-        block.all_lo = max(block.all_lo, block.row_lo[r])
-        block.all_hi = min(block.all_hi, block.row_hi[r])
-        if block.row_lo[r] < block.row_hi[r]:
-            block.lo = min(block.lo, block.row_lo[r])
-            block.hi = max(block.hi, block.row_hi[r])
-        i += 1
-        if i == job.queries:
-            head, i = head + 1, 0
+    point_rows(job, block.q_rows, &job.q, b, head, i, block.n_rows)
+    point_rows(job, <const char **> block.out_rows, &job.out, b, head, i, block.n_rows)
+    point_rows(job, block.mask_rows, &job.mask, b, head, i, block.n_rows)
+    point_rows(job, block.bias_rows, &job.bias, b, head, i, block.n_rows)
+    point_rows(job, <const char **> block.weight_rows, &job.weights, b, head, i, block.n_rows)
+    point_rows(job, <const char **> block.lse_rows, &job.lse, b, head, i, block.n_rows)
+    find_intervals(job, block, b, i)
     job.tiles.pack(block.qt, block.q_rows, block.n_rows, block.vectors, job.width, job.factor)
 
 
