@@ -2,17 +2,20 @@
 
 from .attention import AttentionResult, attention
 from .config import get_num_threads, num_threads, set_num_threads, show_config, use_backend
-from .positions import positional_encoding
+from .masks import segment_ids
+from .positions import alibi_slopes, positional_encoding
 from .textbook import causal_attention, multi_head_attention, self_attention
 
 __all__ = [
     "AttentionResult",
+    "alibi_slopes",
     "attention",
     "causal_attention",
     "get_num_threads",
     "multi_head_attention",
     "num_threads",
     "positional_encoding",
+    "segment_ids",
     "self_attention",
     "set_num_threads",
     "show_config",

@@ -6,7 +6,8 @@ def attend(
     q: NDArray[Any], k: NDArray[Any], v: NDArray[Any], out: NDArray[Any], scale: float, threads: int, *,
     mask: NDArray[Any] | None = None, bias: NDArray[Any] | None = None, lo: NDArray[Any] | None = None,
     hi: NDArray[Any] | None = None, lse: NDArray[Any] | None = None, weights: NDArray[Any] | None = None,
-    fill: float | None = None,
+    fill: float | None = None, softcap: float = 0, sinks: NDArray[Any] | None = None,
+    slopes: NDArray[Any] | None = None, start: NDArray[Any] | None = None,
 ) -> None: ...  # fmt: skip
 def attend_plain(q: object, k: object, v: object, scale: object, threads: int) -> NDArray[Any] | None: ...
 def encode(out: NDArray[Any], first_position: float, ratio_high: float, ratio_low: float) -> None: ...

@@ -2,7 +2,7 @@
 
 The pass itself is in _pass.pxi (one Cython module, because each one with memoryviews costs 25,000 generated lines).
 """
-from libc.math cimport INFINITY, NAN, isfinite, log2, sqrt
+from libc.math cimport INFINITY, NAN, exp2, isfinite, log2, sqrt
 from libc.stdint cimport uint32_t
 from libc.string cimport memset
 
@@ -66,7 +66,8 @@ cdef int run_job(Job *job, double scale, int threads) except -1 nogil:
 cdef int attend_typed(const real[:, :, :, :] q, const real[:, :, :, :] k, const real[:, :, :, :] v,
                       real[:, :, :, :] out, double scale, int threads, const unsigned char[:, :, :, :] mask,
                       const real[:, :, :, :] bias, const Py_ssize_t[:, ::1] lo, const Py_ssize_t[:, ::1] hi,
-                      real[:, :, :] lse, real[:, :, :, :] weights, fill) except -1:
+                      real[:, :, :] lse, real[:, :, :, :] weights, fill, double softcap, const double[::1] sinks,
+                      const double[::1] slopes, const Py_ssize_t[::1] start) except -1:
     cdef Job job
     memset(&job, 0, sizeof(Job))
     job.tiles = active.f32 if real is float else active.f64
@@ -88,6 +89,11 @@ cdef int attend_typed(const real[:, :, :, :] q, const real[:, :, :, :] k, const 
     if lo is not None:
         job.lo, job.hi = &lo[0, 0], &hi[0, 0]
         job.interval_batch = lo.shape[1] if lo.shape[0] > 1 else 0
+    if sinks is not None:
+        job.sinks = &sinks[0]
+    if slopes is not None:
+        job.slopes, job.start, job.start_batch = &slopes[0], &start[0], start.shape[0] > 1
+    job.softcap = softcap
     job.fill = -INFINITY
     if fill is not None:
         job.filling, job.fill = True, fill * LOG2E
@@ -97,17 +103,20 @@ cdef int attend_typed(const real[:, :, :, :] q, const real[:, :, :, :] k, const 
 
 
 def attend(q, k, v, out, double scale, int threads, *, mask=None, bias=None, lo=None, hi=None, lse=None, weights=None,
-           fill=None):
+           fill=None, double softcap=0, sinks=None, slopes=None, start=None):
     """The pass over non-empty 4-D arrays of one dtype (see attention.py, which checks and normalises).
 
     q (B, Hq, L, D), k (B, Hkv, S, D), v (B, Hkv, S, Dv), out (B, Hq, L, Dv): last axis contiguous, aligned, native.
     mask (B, Hq, L, S) uint8, bias (B, Hq, L, S): any strides. lo, hi (1 or B, L) intp with 0 <= lo, hi <= S.
     lse (B, Hq, L), weights (B, Hq, L, S) zeroed. fill: score of masked keys instead of their exclusion.
+    softcap: 0 for none. sinks, slopes (Hq,) float64. start (1 or B,) intp: position of query 0, needed by slopes.
     """
     if out.itemsize == 4:
-        attend_typed[float](q, k, v, out, scale, threads, mask, bias, lo, hi, lse, weights, fill)
+        attend_typed[float](q, k, v, out, scale, threads, mask, bias, lo, hi, lse, weights, fill, softcap, sinks, slopes,
+                            start)
     else:
-        attend_typed[double](q, k, v, out, scale, threads, mask, bias, lo, hi, lse, weights, fill)
+        attend_typed[double](q, k, v, out, scale, threads, mask, bias, lo, hi, lse, weights, fill, softcap, sinks, slopes,
+                            start)
 
 
 cdef object attend_plain_typed(const real[:, :, :, :] q, const real[:, :, :, :] k, const real[:, :, :, :] v, dtype,

@@ -19,6 +19,10 @@ cdef extern from "kernels/kernels.h" nogil:
                         Py_ssize_t width, Py_ssize_t keys) noexcept nogil
         void (*add_bias)(void *st, void *running_max, const char **rows, Py_ssize_t key_stride, Py_ssize_t n_rows,
                          int vectors, Py_ssize_t keys) noexcept nogil
+        void (*softcap)(void *st, void *running_max, int vectors, Py_ssize_t keys, double rise,
+                        double top) noexcept nogil
+        void (*alibi)(void *st, void *running_max, const void *slope, const void *position, int vectors,
+                      Py_ssize_t keys) noexcept nogil
         void (*exclude)(void *st, void *running_max, const uint32_t *words, int vectors, Py_ssize_t keys,
                         double fill) noexcept nogil
         void (**softmax)(void *st, Py_ssize_t keys, const void *chunk_max, void *m, void *l, void *alpha,

@@ -51,6 +51,11 @@ cdef struct Job:
     const Py_ssize_t *hi
     Py_ssize_t interval_batch                   # elements between batches of lo and hi, 0 if they share one
     Py_ssize_t batch, kv_heads, group, queries, keys, width, value_width
+    const Py_ssize_t *start                     # [batch] position of query 0; needed by slopes
+    Py_ssize_t start_batch                      # 1, or 0 if the items share it
+    const double *slopes                        # [query head] of ALiBi, NULL: none
+    const double *sinks                         # [query head] logits, NULL: none
+    double softcap                              # 0: none
     double factor, fill                         # scale * log2(e); score of an excluded key
     bint filling                                # fill is finite: excluded keys take part with that score
     Py_ssize_t block_rows, blocks_per_task, tasks_per_head, tasks
@@ -68,7 +73,11 @@ cdef struct Block:
     char *ot
     char *m
     char *l
+    char *slope                                 # [pitch] of each row, in units of log2(e)
+    char *position                              # [pitch] of each row, relative to the first key of a run
     char *tops                                  # [chunk][pitch] maximum of each chunk, if weights are wanted
+    Py_ssize_t row_position[MAX_ROWS]
+    double row_sink[MAX_ROWS]
     Py_ssize_t row_lo[MAX_ROWS]
     Py_ssize_t row_hi[MAX_ROWS]
     const char *q_rows[MAX_ROWS]
@@ -141,7 +150,7 @@ cdef void size_scratch(Job *job) noexcept nogil:
     cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, rows = min(job.block_rows, max_pitch(job))
     cdef Py_ssize_t chunks = chunks_before(job.keys) if job.weights.data != NULL else 0
     job.block_bytes = (aligned(sizeof(Block)) + aligned(rows * job.width * item)
-                       + aligned(rows * job.value_width * item) + (2 + chunks) * aligned(rows * item))
+                       + aligned(rows * job.value_width * item) + (4 + chunks) * aligned(rows * item))
     job.scratch_per_slot = (aligned(sizeof(Shared)) + aligned(AT_CHUNK * rows * item) + 4 * aligned(rows * item)
                             + aligned(WORDS * rows * sizeof(uint32_t)) + job.blocks_per_task * job.block_bytes)
 
@@ -197,6 +206,24 @@ cdef void find_intervals(const Job *job, Block *block, Py_ssize_t b, Py_ssize_t 
         i = i + 1 if i + 1 < job.queries else 0
 
 
+cdef void find_head_scalars(const Job *job, Block *block, Py_ssize_t b, Py_ssize_t head, Py_ssize_t i) noexcept nogil:
+    """What a row has from its head and position: ALiBi slope, sink. i: query of row 0."""
+    cdef Py_ssize_t r, item = <Py_ssize_t> job.tiles.itemsize
+    if job.slopes == NULL and job.sinks == NULL:
+        return
+    if job.slopes != NULL:
+        fill_reals(block.slope, item, block.pitch, 0)
+    for r in range(block.n_rows):
+        if job.slopes != NULL:
+            block.row_position[r] = job.start[b * job.start_batch] + i
+            set_real(block.slope + r * item, item, job.slopes[head] * LOG2E)
+        if job.sinks != NULL:
+            block.row_sink[r] = job.sinks[head] * LOG2E
+        i += 1
+        if i == job.queries:
+            head, i = head + 1, 0
+
+
 cdef void open_block(const Job *job, Block *block, char *free_bytes, Py_ssize_t b, Py_ssize_t kv_head,
                      Py_ssize_t start) noexcept nogil:
     """Rows start .. start + n_rows of key head kv_head: pointers, intervals, packed queries."""
@@ -208,6 +235,8 @@ cdef void open_block(const Job *job, Block *block, char *free_bytes, Py_ssize_t 
     block.ot = take(&free_bytes, block.pitch * job.value_width * item)
     block.m = take(&free_bytes, block.pitch * item)
     block.l = take(&free_bytes, block.pitch * item)
+    block.slope = take(&free_bytes, block.pitch * item)
+    block.position = take(&free_bytes, block.pitch * item)
     block.tops = free_bytes
     head, i = kv_head * job.group + start // job.queries, start % job.queries
     point_rows(job, block.q_rows, &job.q, b, head, i, block.n_rows)
@@ -217,6 +246,7 @@ cdef void open_block(const Job *job, Block *block, char *free_bytes, Py_ssize_t 
     point_rows(job, <const char **> block.weight_rows, &job.weights, b, head, i, block.n_rows)
     point_rows(job, <const char **> block.lse_rows, &job.lse, b, head, i, block.n_rows)
     find_intervals(job, block, b, i)
+    find_head_scalars(job, block, b, head, i)
     job.tiles.pack(block.qt, block.q_rows, block.n_rows, block.vectors, job.width, job.factor)
 
 
@@ -235,17 +265,21 @@ cdef inline uint32_t interval_word(Py_ssize_t lo, Py_ssize_t hi) noexcept nogil:
     return <uint32_t> ((1ULL << hi) - (1ULL << lo))
 
 
+cdef inline void move_rows(const char **rows, Py_ssize_t n, Py_ssize_t offset) noexcept nogil:
+    cdef Py_ssize_t r
+    for r in range(n):
+        rows[r] += offset
+
+
 cdef void build_words(const Job *job, Block *block, Shared *shared, Py_ssize_t chunk, Py_ssize_t n) noexcept nogil:
     """Words and their kinds for the keys chunk .. chunk + n. Lanes beyond n_rows get 0 and do not count."""
     cdef Py_ssize_t w, r, words = (n + AT_WORD - 1) // AT_WORD
     cdef uint32_t some, every, full, word
     cdef uint32_t *row
     if job.mask.data != NULL:
-        for r in range(block.n_rows):
-            block.mask_rows[r] += chunk * job.mask.column
+        move_rows(block.mask_rows, block.n_rows, chunk * job.mask.column)
         at_mask_words(shared.words, block.mask_rows, job.mask.column, block.n_rows, block.pitch, n)
-        for r in range(block.n_rows):
-            block.mask_rows[r] -= chunk * job.mask.column
+        move_rows(block.mask_rows, block.n_rows, -chunk * job.mask.column)
     for w in range(words):
         row = shared.words + w * block.pitch
         full = interval_word(0, n - w * AT_WORD)
@@ -266,24 +300,43 @@ cdef void build_words(const Job *job, Block *block, Shared *shared, Py_ssize_t c
 # ---------------------------------------------------------------------------------------------------------------
 cdef void score_run(const Job *job, Block *block, Shared *shared, const char *k, Py_ssize_t chunk, Py_ssize_t start,
                     Py_ssize_t stop, int kind) noexcept nogil:
-    """Final scores of the keys chunk + start .. chunk + stop, and their maximum in shared.top."""
+    """Final scores of the keys chunk + start .. chunk + stop, and their maximum in shared.top.
+
+    Every step leaves a maximum; only that of the last one counts, the others go to shared.unused.
+    """
     cdef const at_tiles *tiles = job.tiles
-    cdef Py_ssize_t r, n = stop - start, offset = (chunk + start) * job.bias.column
+    cdef Py_ssize_t n = stop - start
     cdef char *st = shared.st + start * block.pitch * <Py_ssize_t> tiles.itemsize
-    cdef char *final = shared.top if kind == ALL else shared.unused
+    cdef int steps = (job.softcap != 0) + (job.bias.data != NULL) + (job.slopes != NULL) + (kind == MIXED)
     if kind == NONE:
         fill_reals(st, tiles.itemsize, n * block.pitch, -INFINITY)
         return
-    tiles.scores[block.vectors - 1](st, shared.unused if job.bias.data != NULL else final, block.qt,
+    tiles.scores[block.vectors - 1](st, shared.unused if steps else shared.top, block.qt,
                                     k + (chunk + start) * job.k.row, job.k.row, job.width, n)
+    if job.softcap != 0:
+        steps -= 1
+        tiles.softcap(st, shared.unused if steps else shared.top, block.vectors, n, -2 / job.softcap,
+                      job.softcap * LOG2E)
     if job.bias.data != NULL:
-        for r in range(block.n_rows):
-            block.bias_rows[r] += offset
-        tiles.add_bias(st, final, block.bias_rows, job.bias.column, block.n_rows, block.vectors, n)
-        for r in range(block.n_rows):
-            block.bias_rows[r] -= offset
+        steps -= 1
+        move_rows(block.bias_rows, block.n_rows, (chunk + start) * job.bias.column)
+        tiles.add_bias(st, shared.unused if steps else shared.top, block.bias_rows, job.bias.column, block.n_rows,
+                       block.vectors, n)
+        move_rows(block.bias_rows, block.n_rows, -(chunk + start) * job.bias.column)
+    if job.slopes != NULL:
+        steps -= 1
+        place_rows(job, block, chunk + start)
+        tiles.alibi(st, shared.unused if steps else shared.top, block.slope, block.position, block.vectors, n)
     if kind == MIXED:
         tiles.exclude(st, shared.top, shared.words + start // AT_WORD * block.pitch, block.vectors, n, job.fill)
+
+
+cdef void place_rows(const Job *job, Block *block, Py_ssize_t key) noexcept nogil:
+    """block.position: that of each row, counted from this key; exact in float up to 2^24 keys away."""
+    cdef Py_ssize_t r, item = <Py_ssize_t> job.tiles.itemsize
+    fill_reals(block.position, item, block.pitch, 0)
+    for r in range(block.n_rows):
+        set_real(block.position + r * item, item, <double> (block.row_position[r] - key))
 
 
 cdef void visit(const Job *job, Block *block, Shared *shared, const char *k, const char *v, Py_ssize_t chunk,
@@ -339,11 +392,9 @@ cdef void weigh(const Job *job, Block *block, Shared *shared, const char *v, Py_
     for r in range(block.pitch):
         set_real(block.tops + (chunk // AT_CHUNK * block.pitch + r) * item, item, real_at(shared.top + r * item, item))
     fill_reals(shared.unused, item, block.pitch, 1)
-    for r in range(block.n_rows):
-        block.weight_rows[r] += (chunk + start) * item
+    move_rows(<const char **> block.weight_rows, block.n_rows, (chunk + start) * item)
     tiles.unpack(block.weight_rows, st, shared.unused, block.n_rows, block.vectors, stop - start)
-    for r in range(block.n_rows):
-        block.weight_rows[r] -= (chunk + start) * item
+    move_rows(<const char **> block.weight_rows, block.n_rows, -(chunk + start) * item)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -385,6 +436,9 @@ cdef void close_block(const Job *job, Block *block, Shared *shared) noexcept nog
         if job.lse.data != NULL:
             set_real(block.lse_rows[r], item,
                      (real_at(block.m + r * item, item) + log2(real_at(block.l + r * item, item))) * LN2)
+        if job.sinks != NULL:                   # a sink is one more term of the sum, without a value
+            set_real(block.l + r * item, item, real_at(block.l + r * item, item)
+                     + exp2(block.row_sink[r] - real_at(block.m + r * item, item)))
     if job.weights.data != NULL:
         finish_weights(job, block)
     tiles.reciprocal(shared.alpha, block.l, block.vectors)

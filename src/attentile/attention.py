@@ -16,10 +16,12 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import ArrayLike, NDArray
 
 from . import config, reference
-from .masks import key_intervals
+from .masks import Structure, structure
 
 Array = NDArray[Any]
 Causal = bool | Literal["upper_left", "lower_right"]
+Window = tuple[int | None, int | None] | None
+Segments = ArrayLike | tuple[ArrayLike, ArrayLike] | None
 
 
 class AttentionResult(NamedTuple):
@@ -111,6 +113,30 @@ def _scale(scale: Any, width: int) -> float:
     return number
 
 
+def _softcap(softcap: Any) -> float:
+    if softcap is None:
+        return 0.0
+    try:
+        number = float(softcap)
+    except (TypeError, ValueError):
+        raise TypeError(f"attention: softcap is {softcap!r}; it must be a positive number or None") from None
+    if not (math.isfinite(number) and number > 0):
+        raise ValueError(f"attention: softcap is {number}; it must be positive and finite, None for no cap")
+    return number
+
+
+def _per_head(name: str, value: Any, heads: int) -> Array | None:
+    """One number per query head, in float64."""
+    if value is None:
+        return None
+    array = np.asarray(value)
+    if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
+        raise TypeError(f"attention: {name} has dtype {array.dtype}; it must be a real number per query head")
+    if array.shape != (heads,):
+        raise ValueError(f"attention: {name} has shape {array.shape}; it must be ({heads},), one per query head")
+    return np.ascontiguousarray(array, np.float64)
+
+
 def _broadcast(name: str, array: Array, shape: tuple[int, ...]) -> Array:
     try:
         return np.broadcast_to(array, shape)
@@ -156,19 +182,20 @@ def _check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
 
 def _fold(array: Array, n_tail: int) -> Array | None:
     """A view with the axes before the last n_tail folded into one, or None if their strides do not allow it."""
-    lead, strides = array.shape[:-n_tail], array.strides[:-n_tail]
-    if len(lead) == 1:
+    n_lead = array.ndim - n_tail
+    if n_lead == 1:
         return array
+    lead, strides, tail = array.shape[:n_lead], array.strides[:n_lead], array.shape[n_lead:]
     axes = [(n, step) for n, step in zip(lead, strides, strict=True) if n != 1]
     for (_, outer), (n, inner) in pairwise(axes):
         if outer != n * inner:
             return None
     step = axes[-1][1] if axes else 0
-    return as_strided(array, (math.prod(lead), *array.shape[-n_tail:]), (step, *array.strides[-n_tail:]))
+    return as_strided(array, (math.prod(lead), *tail), (step, *array.strides[n_lead:]))
 
 
 # Axes after the batch axes of each array that the core takes.
-_TAILS = {"q": 3, "k": 3, "v": 3, "out": 3, "mask": 3, "bias": 3, "weights": 3, "lse": 2, "lo": 1, "hi": 1}
+_TAILS = {"q": 3, "k": 3, "v": 3, "out": 3, "mask": 3, "bias": 3, "weights": 3, "lse": 2, "lo": 1, "hi": 1, "start": 0}
 
 
 def _run(arrays: dict[str, Array], attend: Callable[..., None], options: dict[str, Any]) -> None:
@@ -178,7 +205,7 @@ def _run(arrays: dict[str, Array], attend: Callable[..., None], options: dict[st
         for index in range(arrays["out"].shape[0]):
             _run({name: array[index] for name, array in arrays.items()}, attend, options)
         return
-    for name in folded.keys() & {"lo", "hi"}:
+    for name in folded.keys() & {"lo", "hi", "start"}:
         interval = folded[name]
         assert interval is not None
         folded[name] = np.ascontiguousarray(interval if interval.strides[0] else interval[:1])
@@ -187,39 +214,41 @@ def _run(arrays: dict[str, Array], attend: Callable[..., None], options: dict[st
 
 def execute(
     q: Array, k: Array, v: Array, out: Array, scale: float, threads: int, *, mask: Array | None = None,
-    bias: Array | None = None, intervals: tuple[Array, Array] | None = None, lse: Array | None = None,
-    weights: Array | None = None, fill: float | None = None,
+    bias: Array | None = None, keys: Structure | None = None, lse: Array | None = None,
+    weights: Array | None = None, **options: Any,
 ) -> None:  # fmt: skip
     """Computes into out (and lse, weights): checked arrays (..., H, L, width), batch axes that broadcast to out's.
 
-    mask, bias are broadcast to (..., Hq, L, S) already. fill: score that masked keys get instead of being excluded.
+    mask, bias are broadcast to (..., Hq, L, S) already. Other options go to the core as they are: fill (score that
+    masked keys get instead of being excluded), softcap, sinks, slopes.
     """
-    shape = out.shape
+    shape, lead = out.shape, out.shape[:-3]
     if 0 in shape or k.shape[-2] == 0:
         out[...] = 0
         if lse is not None:
             lse[...] = -np.inf
         return
-    arrays = {"q": q, "k": k, "v": v, "out": out}
-    if intervals is not None:
-        arrays["lo"], arrays["hi"] = intervals
-    arrays |= {n: a for n, a in (("mask", mask), ("bias", bias), ("lse", lse), ("weights", weights)) if a is not None}
-    lead = shape[:-3]
-    for name, array in arrays.items():
-        tail = array.shape[-_TAILS[name] :]
-        if array.shape != lead + tail:
-            array = np.broadcast_to(array, lead + tail)
-        arrays[name] = array if lead else array[None]
+    named = {"q": q, "k": k, "v": v, "out": out, "mask": mask, "bias": bias, "lse": lse, "weights": weights}
+    if keys is not None:
+        named |= {"lo": keys.lo, "hi": keys.hi, "start": keys.start if options.get("slopes") is not None else None}
+    arrays: dict[str, Array] = {}
+    for name, array in named.items():
+        if array is not None:
+            tail = array.shape[array.ndim - _TAILS[name] :]
+            full = array if array.shape == lead + tail else np.broadcast_to(array, lead + tail)
+            arrays[name] = full if lead else full[None]
     core = config.core()
     attend = core.attend if core is not None else reference.attend
-    _run(arrays, attend, {"scale": scale, "threads": threads, "fill": fill})
+    _run(arrays, attend, {"scale": scale, "threads": threads, **options})
 
 
 @overload
 def attention(
     q: ArrayLike, k: ArrayLike, v: ArrayLike, *, mask: ArrayLike | None = ..., bias: ArrayLike | None = ...,
-    causal: Causal = ..., q_start: ArrayLike | None = ..., key_lengths: ArrayLike | None = ...,
-    scale: float | None = ..., return_lse: Literal[False] = ..., return_weights: Literal[False] = ...,
+    causal: Causal = ..., q_start: ArrayLike | None = ..., window: Window = ..., key_lengths: ArrayLike | None = ...,
+    prefix_lengths: ArrayLike | None = ..., segments: Segments = ..., scale: float | None = ...,
+    softcap: float | None = ..., sinks: ArrayLike | None = ..., alibi_slopes: ArrayLike | None = ...,
+    return_lse: Literal[False] = ..., return_weights: Literal[False] = ...,
     out: Array | None = ..., num_threads: int | None = ...,
 ) -> Array: ...  # fmt: skip
 
@@ -227,16 +256,20 @@ def attention(
 @overload
 def attention(
     q: ArrayLike, k: ArrayLike, v: ArrayLike, *, mask: ArrayLike | None = ..., bias: ArrayLike | None = ...,
-    causal: Causal = ..., q_start: ArrayLike | None = ..., key_lengths: ArrayLike | None = ...,
-    scale: float | None = ..., return_lse: bool = ..., return_weights: bool = ...,
+    causal: Causal = ..., q_start: ArrayLike | None = ..., window: Window = ..., key_lengths: ArrayLike | None = ...,
+    prefix_lengths: ArrayLike | None = ..., segments: Segments = ..., scale: float | None = ...,
+    softcap: float | None = ..., sinks: ArrayLike | None = ..., alibi_slopes: ArrayLike | None = ...,
+    return_lse: bool = ..., return_weights: bool = ...,
     out: Array | None = ..., num_threads: int | None = ...,
 ) -> Array | AttentionResult: ...  # fmt: skip
 
 
 def attention(
     q: ArrayLike, k: ArrayLike, v: ArrayLike, *, mask: ArrayLike | None = None, bias: ArrayLike | None = None,
-    causal: Causal = False, q_start: ArrayLike | None = None, key_lengths: ArrayLike | None = None,
-    scale: float | None = None, return_lse: bool = False, return_weights: bool = False,
+    causal: Causal = False, q_start: ArrayLike | None = None, window: Window = None,
+    key_lengths: ArrayLike | None = None, prefix_lengths: ArrayLike | None = None, segments: Segments = None,
+    scale: float | None = None, softcap: float | None = None, sinks: ArrayLike | None = None,
+    alibi_slopes: ArrayLike | None = None, return_lse: bool = False, return_weights: bool = False,
     out: Array | None = None, num_threads: int | None = None,
 ) -> Array | AttentionResult:  # fmt: skip
     """Exact scaled dot-product attention, softmax(scale * q k^T + bias, over the allowed keys) v, in one fused pass.
@@ -263,11 +296,31 @@ def attention(
              1 1 1 0 0         1 1 1 1 1
 
     q_start : int or array_like of int (one per batch item), optional
-        Position of query 0, for causal=True: chunked prefill and decoding.
+        Position of query 0, for causal=True, window and alibi_slopes: chunked prefill and decoding.
+    window : (left, right), optional
+        A query sees `left` keys before and `right` keys after its own position, both inclusive; None = unlimited.
+        Without a causal form a query's position is its row if L = S, else q_start must be given::
+
+            window=(1, 1)     causal=True, window=(1, None)
+             1 1 0 0           1 0 0 0
+             1 1 1 0           1 1 0 0
+             0 1 1 1           0 1 1 0
+             0 0 1 1           0 0 1 1
+
     key_lengths : int or array_like of int (one per batch item), optional
         Valid keys of each item; keys at and after it are excluded and never read.
+    prefix_lengths : int or array_like of int (one per batch item), optional
+        The first keys of a causal mask that every query sees (prefix language model).
+    segments : array_like of int, shape (..., S), or a pair (..., L), (..., S), optional
+        Packed sequences: a query sees the keys with its id. `segment_ids` makes ids from lengths.
     scale : float, optional
         Any finite number; default 1 / sqrt(D).
+    softcap : float, optional
+        Positive: scores become softcap * tanh(score / softcap), before bias and masks.
+    sinks : array_like of float, shape (Hq,), optional
+        A logit per query head that takes its share of the softmax and has no value; lse leaves it out.
+    alibi_slopes : array_like of float, shape (Hq,), optional
+        slope * |query position - key position| is subtracted from the scores (`alibi_slopes` gives the usual ones).
     return_lse, return_weights : bool
         Also return the natural logarithm of the sum of exp of the scores, shape (..., Hq, L), and the softmax
         weights, shape (..., Hq, L, S).
@@ -305,11 +358,13 @@ def attention(
     (2, 4, 6, 8)
     >>> result = attention(q, k, v, key_lengths=[6, 2], return_weights=True)
     >>> result.weights[1, 0, 0].round(3)  # item 1 has two valid keys
-    array([0.536, 0.464, 0.   , 0.   , 0.   , 0.   ], dtype=float32)
+    array([0.499, 0.501, 0.   , 0.   , 0.   , 0.   ], dtype=float32)
     """
     core = config.active
-    plain = mask is None and bias is None and causal is False and q_start is None and key_lengths is None
-    if core is not None and plain and out is None and not return_lse and not return_weights:
+    plain = mask is None and bias is None and causal is False and q_start is None and window is None
+    plain = plain and key_lengths is None and prefix_lengths is None and segments is None and softcap is None
+    plain = plain and sinks is None and alibi_slopes is None and out is None and not return_lse and not return_weights
+    if plain and core is not None:
         result = core.attend_plain(q, k, v, scale, config.threads_for(num_threads, "attention"))
         if result is not None:
             return result  # type: ignore[no-any-return]
@@ -326,7 +381,19 @@ def attention(
     scores, shape = (*lead, heads, queries, keys), (*lead, heads, queries, v.shape[-1])
     drop = 1 if no_head_axis else 0
     mask, bias = _mask(mask, scores[drop:]), _bias(bias, scores[drop:], compute)
-    intervals = key_intervals(causal, q_start, key_lengths, lead, queries, keys)
+    if drop:
+        mask, bias = mask if mask is None else mask[None], bias if bias is None else bias[None]
+    options = {
+        "softcap": _softcap(softcap), "sinks": _per_head("sinks", sinks, heads),
+        "slopes": _per_head("alibi_slopes", alibi_slopes, heads),
+    }  # fmt: skip
+    seen = structure(
+        lead, queries, keys, causal=causal, q_start=q_start, window=window, key_lengths=key_lengths,
+        prefix_lengths=prefix_lengths, segments=segments, alibi=alibi_slopes is not None,
+    )  # fmt: skip
+    if seen.same_segment is not None:
+        same = np.broadcast_to(seen.same_segment, scores)
+        mask = same.view(np.uint8) if mask is None else mask & same
     if out is not None:
         _check_out(out, shape[drop:], dtype)
     lse = np.empty(shape[:-1], compute) if return_lse else None
@@ -334,7 +401,7 @@ def attention(
     target = _target(out, shape, compute, (q, k, v, mask, bias))
     execute(
         _ready(q, compute), _ready(k, compute), _ready(v, compute), target, factor, threads, mask=mask, bias=bias,
-        intervals=intervals, lse=lse, weights=weights,
+        keys=seen, lse=lse, weights=weights, **options,
     )  # fmt: skip
     return _result(out, target, lse, weights, dtype, drop)
 

@@ -1,37 +1,56 @@
 """Structural masks as per-row key intervals: query row i of a batch item sees the keys lo[i] <= j < hi[i].
 
-Two integers per row say everything that causal order and key lengths can say, in any combination, so no (L, S) array
-is ever built for them and keys that no row sees are never read. To add a structural mask: one function here that
-narrows the intervals.
+Two integers per row say everything that causal order, windows, prefixes, key lengths and packed segments can say, in
+any combination, so no (L, S) array is built for them and keys that no row sees are never read. To add a structural
+mask: one function here that narrows the intervals.
 
     causal="upper_left", L = 3, S = 5          causal="lower_right", L = 3, S = 5
         1 0 0 0 0                                  1 1 1 0 0
         1 1 0 0 0                                  1 1 1 1 0
         1 1 1 0 0                                  1 1 1 1 1
+
+    window=(1, 1), L = S = 5                   segments=[0, 0, 1, 1, 1]
+        1 1 0 0 0                                  1 1 0 0 0
+        1 1 1 0 0                                  1 1 0 0 0
+        0 1 1 1 0                                  0 0 1 1 1
+        0 0 1 1 1                                  0 0 1 1 1
+        0 0 0 1 1                                  0 0 1 1 1
 """
 
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-Intervals = tuple[NDArray[np.intp], NDArray[np.intp]]
+Index = NDArray[np.intp]
 
 ALIGNMENTS = (
     "'upper_left' (query i stands at position i) or 'lower_right' (the last query stands at the last valid key)"
 )
+_FAR = 2**60  # beyond any key; positions are clipped to it so that sums cannot wrap
 
 
-def _per_item(name: str, value: Any, lead: tuple[int, ...]) -> NDArray[np.intp]:
+@dataclass
+class Structure:
+    """What the structural arguments of one call say. Batch axes of the arrays broadcast against those of the call."""
+
+    lo: Index | None = None  # (..., L), 0 <= lo, hi <= S; None: every row sees all keys
+    hi: Index | None = None
+    start: Index | None = None  # (...,) position of query 0, where windows or ALiBi need one
+    same_segment: NDArray[np.bool_] | None = None  # (..., 1, L, S), only if a segment's keys are not contiguous
+
+
+def _per_item(name: str, value: Any, lead: tuple[int, ...]) -> Index:
     """An integer, or one per batch item, as an array whose axes broadcast against the batch axes."""
     array = np.asarray(value)
     if array.dtype.kind not in "iu":
         raise TypeError(f"attention: {name} has dtype {array.dtype}; it must be an integer, or one per batch item")
     if array.dtype.kind == "u":
-        array = np.minimum(array, 2**62)  # must not wrap to negative ones
+        array = np.minimum(array, _FAR)  # must not wrap to negative ones
     try:
         shape = np.broadcast_shapes(array.shape, lead)
     except ValueError:
@@ -41,11 +60,11 @@ def _per_item(name: str, value: Any, lead: tuple[int, ...]) -> NDArray[np.intp]:
             f"attention: {name} has shape {array.shape} and the batch axes are {lead}; "
             "give one integer, or one per batch item"
         )
-    full: NDArray[np.intp] = array.astype(np.intp).reshape((1,) * (len(lead) - array.ndim) + array.shape)
+    full: Index = array.astype(np.intp).reshape((1,) * (len(lead) - array.ndim) + array.shape)
     return full
 
 
-def _valid_keys(key_lengths: Any, lead: tuple[int, ...], keys: int) -> NDArray[np.intp]:
+def _valid_keys(key_lengths: Any, lead: tuple[int, ...], keys: int) -> Index:
     if key_lengths is None:
         return np.full((1,) * len(lead), keys, np.intp)
     lengths = _per_item("key_lengths", key_lengths, lead)
@@ -57,42 +76,187 @@ def _valid_keys(key_lengths: Any, lead: tuple[int, ...], keys: int) -> NDArray[n
     return lengths
 
 
-def _causal_start(
-    causal: Any, q_start: Any, lead: tuple[int, ...], queries: int, keys: int, valid: NDArray[np.intp]
-) -> NDArray[np.intp]:
-    """Position of query 0 of each batch item."""
+def _check_causal(causal: Any) -> Any:
+    if isinstance(causal, (bool, np.bool_)):
+        return bool(causal)
+    if not isinstance(causal, str) or causal not in ("upper_left", "lower_right"):
+        raise ValueError(f"attention: causal is {causal!r}; it must be True, False, {ALIGNMENTS}")
+    return causal
+
+
+def _check_window(window: Any) -> tuple[int | None, int | None]:
+    """(left, right), each None (unlimited) or an integer >= 0, inclusive."""
+    if window is None:
+        return None, None
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise TypeError(
+            f"attention: window is {window!r}; it must be a pair (left, right), both inclusive, None = unlimited. "
+            "Libraries disagree on what one number W counts: W keys with the query itself are (W - 1, 0)"
+        )
+    sides: list[int | None] = []
+    for side in window:
+        try:
+            sides.append(None if side is None else min(operator.index(side), _FAR))
+        except TypeError:
+            raise TypeError(f"attention: window is {window!r}; each side must be an integer or None") from None
+        if side is not None and side < 0:
+            raise ValueError(f"attention: window is {window!r}; no side may be negative, (0, 0) sees the query itself")
+    return sides[0], sides[1]
+
+
+def _start(
+    causal: Any, q_start: Any, needed: bool, lead: tuple[int, ...], queries: int, keys: int, valid: Index
+) -> Index | None:
+    """Position of query 0 of each batch item; None if nothing asks for positions."""
     if q_start is not None:
-        if causal is not True:
+        if isinstance(causal, str):
             raise ValueError(f"attention: q_start= and causal={causal!r} both place the queries; use causal=True")
-        return _per_item("q_start", q_start, lead)
-    if causal is True and queries != keys:
+        if causal is False and not needed:
+            raise ValueError("attention: q_start= places the queries for causal=True, window= or alibi_slopes=")
+        return np.clip(_per_item("q_start", q_start, lead), -_FAR, _FAR)
+    if causal == "lower_right":
+        return valid - queries
+    if (causal is True or (needed and causal is False)) and queries != keys:
+        what = "causal=True" if causal is True else "window= or alibi_slopes="
         raise ValueError(
-            f"attention: causal=True with {queries} queries and {keys} keys is ambiguous; "
+            f"attention: {what} with {queries} queries and {keys} keys is ambiguous; "
             f"use causal={ALIGNMENTS}, or q_start= (query i stands at q_start + i)"
         )
-    return valid - queries if causal == "lower_right" else np.zeros((1,) * len(lead), np.intp)
+    return np.zeros((1,) * len(lead), np.intp) if needed or causal is not False else None
 
 
-def key_intervals(
-    causal: Any, q_start: Any, key_lengths: Any, lead: tuple[int, ...], queries: int, keys: int
-) -> Intervals | None:
-    """(lo, hi), each (..., L), 0 <= lo, hi <= S, batch axes that broadcast to `lead`; None: every row sees all."""
-    causal = bool(causal) if isinstance(causal, (bool, np.bool_)) else causal
-    if not (causal in (True, False) if isinstance(causal, bool) else causal in ("upper_left", "lower_right")):
-        raise ValueError(f"attention: causal is {causal!r}; it must be True, False, {ALIGNMENTS}")
-    if causal is False and q_start is not None:
-        raise ValueError("attention: q_start= places the queries of a causal mask and needs causal=True")
-    if causal is False and key_lengths is None:
-        return None
+def structure(
+    lead: tuple[int, ...], queries: int, keys: int, *, causal: Any = False, q_start: Any = None, window: Any = None,
+    key_lengths: Any = None, prefix_lengths: Any = None, segments: Any = None, alibi: bool = False,
+) -> Structure:  # fmt: skip
+    """Checks the structural arguments of one call and turns them into intervals."""
+    causal, (left, right) = _check_causal(causal), _check_window(window)
+    windowed = left is not None or right is not None
+    if prefix_lengths is not None and causal is False:
+        raise ValueError("attention: prefix_lengths= opens the first keys of a causal mask and needs a causal form")
     valid = _valid_keys(key_lengths, lead, keys)
-    if causal is False:
-        hi = np.broadcast_to(valid[..., None], (*valid.shape, queries))
-    else:
-        start = _causal_start(causal, q_start, lead, queries, keys, valid)
-        # int64 positions near the end of their range must not wrap: nothing beyond the keys matters.
-        start = np.clip(start, -(2**62), 2**62)
-        hi = np.clip(start[..., None] + np.arange(1, queries + 1), 0, valid[..., None])
-    return np.zeros_like(hi), hi
+    found = Structure(start=_start(causal, q_start, windowed or alibi, lead, queries, keys, valid))
+    if causal is False and not windowed and key_lengths is None and segments is None:
+        return found
+    lo, hi = np.zeros((*valid.shape, queries), np.intp), np.broadcast_to(valid[..., None], (*valid.shape, queries))
+    if found.start is not None:
+        position = found.start[..., None] + np.arange(queries)
+        if causal is not False:
+            ahead = position + 1
+            if prefix_lengths is not None:
+                ahead = np.maximum(ahead, _per_item("prefix_lengths", prefix_lengths, lead)[..., None])
+            hi = np.minimum(hi, ahead)
+        if right is not None:
+            hi = np.minimum(hi, position + right + 1)
+        if left is not None:
+            lo = np.maximum(lo, position - left)
+    if segments is not None:
+        lo, hi, found.same_segment = _narrow_to_segments(segments, lead, queries, keys, lo, hi)
+    lo, hi = np.broadcast_arrays(np.clip(lo, 0, keys), np.clip(hi, 0, keys))
+    found.lo, found.hi = lo, hi
+    return found
+
+
+# ---- packed segments ----
+
+
+def _segment_ids(segments: Any, lead: tuple[int, ...], queries: int, keys: int) -> tuple[Index, Index]:
+    """(query ids (..., L), key ids (..., S)) with as many batch axes as the call."""
+    pair = segments if isinstance(segments, tuple) else (segments, segments)
+    if len(pair) != 2 or (not isinstance(segments, tuple) and queries != keys):
+        raise ValueError(
+            f"attention: segments with {queries} queries and {keys} keys must be a pair (query ids, key ids) of arrays"
+        )
+    ids = []
+    for name, value, length in (("query", pair[0], queries), ("key", pair[1], keys)):
+        array = np.asarray(value)
+        if array.dtype.kind not in "iu":
+            raise TypeError(f"attention: segments ({name} ids) has dtype {array.dtype}; they must be integers")
+        try:
+            fits = array.shape[-1:] == (length,) and np.broadcast_shapes(array.shape[:-1], lead) == lead
+        except ValueError:
+            fits = False
+        if not fits:
+            raise ValueError(
+                f"attention: segments ({name} ids) has shape {array.shape}; it must broadcast to {(*lead, length)}"
+            )
+        ids.append(array.reshape((1,) * (len(lead) + 1 - array.ndim) + array.shape))
+    return ids[0], ids[1]
+
+
+def _runs(key_ids: Index) -> tuple[Index, Index, Index] | None:
+    """(ids in order, first key, end) of the runs of equal ids of one item; None if an id comes in several runs."""
+    first = np.flatnonzero(np.r_[True, key_ids[1:] != key_ids[:-1]]) if key_ids.size else np.empty(0, np.intp)
+    order = np.argsort(key_ids[first], kind="stable")
+    ids = key_ids[first][order]
+    if (ids[1:] == ids[:-1]).any():
+        return None
+    return ids, first[order], np.r_[first[1:], key_ids.size][order].astype(np.intp)
+
+
+def _narrow_to_segments(
+    segments: Any, lead: tuple[int, ...], queries: int, keys: int, lo: Index, hi: Index
+) -> tuple[Index, Index, NDArray[np.bool_] | None]:
+    """Intervals cut to each query's segment, or the comparison of ids where the keys of an id are not contiguous."""
+    query_ids, key_ids = _segment_ids(segments, lead, queries, keys)
+    items = np.broadcast_shapes(query_ids.shape[:-1], key_ids.shape[:-1])
+    first, end = np.zeros((*items, queries), np.intp), np.zeros((*items, queries), np.intp)
+    query_ids, key_ids = np.broadcast_to(query_ids, (*items, queries)), np.broadcast_to(key_ids, (*items, keys))
+    for item in np.ndindex(*items):
+        runs = _runs(key_ids[item])
+        if runs is None:
+            return lo, hi, query_ids[..., None, :, None] == key_ids[..., None, None, :]
+        ids, starts, ends = runs
+        if ids.size:
+            place = np.minimum(np.searchsorted(ids, query_ids[item]), ids.size - 1)
+            there = ids[place] == query_ids[item]
+            first[item], end[item] = np.where(there, starts[place], 0), np.where(there, ends[place], 0)
+    return np.maximum(lo, first), np.minimum(hi, end), None
+
+
+def segment_ids(lengths: ArrayLike | None = None, *, cu_seqlens: ArrayLike | None = None) -> Index:
+    """Ids for `attention(segments=...)` from the lengths of packed sequences.
+
+    Parameters
+    ----------
+    lengths : array_like of int, shape (n,)
+        Tokens of each sequence, in order.
+    cu_seqlens : array_like of int, shape (n + 1,)
+        The same as cumulative sums that start with 0, as kernels for variable lengths take them.
+
+    Returns
+    -------
+    ndarray of intp, shape (total,)
+        Token t belongs to sequence ids[t].
+
+    Raises
+    ------
+    ValueError, TypeError
+        If not exactly one of the two is given, or a length is negative.
+
+    Examples
+    --------
+    >>> from attentile import segment_ids
+    >>> segment_ids([2, 3])
+    array([0, 0, 1, 1, 1])
+    >>> segment_ids(cu_seqlens=[0, 2, 5])
+    array([0, 0, 1, 1, 1])
+    """
+    if (lengths is None) == (cu_seqlens is None):
+        raise ValueError("segment_ids: give either lengths or cu_seqlens")
+    given = np.asarray(lengths if lengths is not None else cu_seqlens)
+    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+        raise TypeError(
+            f"segment_ids: got shape {given.shape} and dtype {given.dtype}; it must be integers on one axis"
+        )
+    given = given.astype(np.intp)
+    if cu_seqlens is not None:
+        if given.size == 0 or given[0] != 0:
+            raise ValueError("segment_ids: cu_seqlens must start with 0")
+        given = np.diff(given)
+    if (given < 0).any():
+        raise ValueError("segment_ids: no sequence may have a negative length")
+    return np.repeat(np.arange(given.size), given)
 
 
 def positive_index(function: str, name: str, value: Any) -> int:

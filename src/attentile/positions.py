@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from . import config, reference_angles
+from .masks import positive_index
 
 Array = NDArray[Any]
 
@@ -181,3 +182,40 @@ def positional_encoding(
         core.encode(whole, float(first), *ratio)
         out[...] = whole
     return out
+
+
+def alibi_slopes(n_heads: int) -> Array:
+    """Slopes of ALiBi for `attention(alibi_slopes=...)`.
+
+    For n a power of two, 2^(-8 / n), 2^(-16 / n), ..., 2^-8. For other head counts the slopes of the largest power of
+    two below, followed by every second one of the next power of two.
+
+    Parameters
+    ----------
+    n_heads : int
+        Number of query heads, at least 1.
+
+    Returns
+    -------
+    ndarray of float64, shape (n_heads,)
+
+    Raises
+    ------
+    TypeError, ValueError
+        If n_heads is not a positive integer.
+
+    Notes
+    -----
+    Rule: Press, Smith, Lewis, "Train Short, Test Long", 2022, and the authors' code for other head counts.
+
+    Examples
+    --------
+    >>> from attentile import alibi_slopes
+    >>> alibi_slopes(4)
+    array([0.25      , 0.0625    , 0.015625  , 0.00390625])
+    """
+    heads = positive_index("alibi_slopes", "n_heads", n_heads)
+    power = 1 << (heads.bit_length() - 1)
+    whole = np.exp2(-8.0 / power * np.arange(1, power + 1))
+    between = np.exp2(-4.0 / power * np.arange(1, 2 * (heads - power), 2))
+    return np.concatenate([whole, between])

@@ -55,7 +55,8 @@ def _values(weights: Array, v: Array, allowed: Array) -> Array:
 def attend(
     q: Array, k: Array, v: Array, out: Array, *, scale: float, threads: int, mask: Array | None = None,
     bias: Array | None = None, lo: Array | None = None, hi: Array | None = None, lse: Array | None = None,
-    weights: Array | None = None, fill: float | None = None,
+    weights: Array | None = None, fill: float | None = None, softcap: float = 0, sinks: Array | None = None,
+    slopes: Array | None = None, start: Array | None = None,
 ) -> None:  # fmt: skip
     """The pass over non-empty 4-D arrays, with the arguments of the compiled one (_core.attend); threads is unused."""
     group = q.shape[1] // k.shape[1]
@@ -64,12 +65,21 @@ def attend(
         allowed = _allowed(b, h, (q.shape[2], k.shape[2]), lo, hi, mask)
         with np.errstate(invalid="ignore", over="ignore", under="ignore"):
             scores = (q[b, h] * q.dtype.type(scale)) @ keys.T
+            if softcap:
+                scores = np.tanh(scores / q.dtype.type(softcap)) * q.dtype.type(softcap)
             if bias is not None:
                 allowed &= bias[b, h] != -np.inf
                 scores = scores + bias[b, h]
+            if slopes is not None and start is not None:
+                position = start[min(b, len(start) - 1)] + np.arange(q.shape[2])
+                distance = np.abs(position[:, None] - np.arange(k.shape[2])).astype(q.dtype)
+                scores = scores - q.dtype.type(slopes[h]) * distance
         if fill is not None:
             scores, allowed = np.where(allowed, scores, scores.dtype.type(fill)), np.ones_like(allowed)
         p, row_lse = _softmax(scores, allowed)
+        if sinks is not None:
+            with np.errstate(over="ignore"):  # exp -> inf: the sink takes all
+                p = (p / (1 + np.exp(sinks[h] - row_lse.astype(np.float64)))[:, None]).astype(q.dtype)
         out[b, h] = _values(p, values, allowed)
         if lse is not None:
             lse[b, h] = row_lse

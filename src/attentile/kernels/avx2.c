@@ -35,6 +35,10 @@ INLINE __m256 f32v_minus_zero(__m256 a) {
     return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_castps_si256(a), _mm256_set1_epi32(INT32_MIN)));
 }
 INLINE __m256 f32v_select(__m256 k, __m256 a, __m256 b) { return _mm256_blendv_ps(b, a, k); }
+INLINE __m256 f32v_abs(__m256 a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
+INLINE __m256 f32v_copy_sign(__m256 a, __m256 b) {
+    return _mm256_or_ps(f32v_abs(a), _mm256_and_ps(_mm256_set1_ps(-0.0f), b));
+}
 INLINE __m256 f32v_round(__m256 x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 /* p * 2^n, 0 where x is below the smallest normal exponent. NaN converts to 0x80000000, whose shift is 0. */
 INLINE __m256 f32v_scale_from(__m256 p, __m256 n, __m256 x) {
@@ -111,6 +115,10 @@ INLINE __m256d f64v_minus_zero(__m256d a) {
     return _mm256_castsi256_pd(_mm256_cmpeq_epi64(_mm256_castpd_si256(a), _mm256_set1_epi64x(INT64_MIN)));
 }
 INLINE __m256d f64v_select(__m256d k, __m256d a, __m256d b) { return _mm256_blendv_pd(b, a, k); }
+INLINE __m256d f64v_abs(__m256d a) { return _mm256_andnot_pd(_mm256_set1_pd(-0.0), a); }
+INLINE __m256d f64v_copy_sign(__m256d a, __m256d b) {
+    return _mm256_or_pd(f64v_abs(a), _mm256_and_pd(_mm256_set1_pd(-0.0), b));
+}
 INLINE __m256d f64v_round(__m256d x) { return _mm256_round_pd(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 INLINE __m256d f64v_scale_from(__m256d p, __m256d n, __m256d x) {
     const __m256i shift = _mm256_slli_epi64(_mm256_cvtepi32_epi64(_mm256_cvtpd_epi32(n)), 52);

@@ -32,6 +32,11 @@ INLINE __mmask16 f32v_equal(__m512 a, __m512 b) { return _mm512_cmp_ps_mask(a, b
 INLINE __mmask16 f32v_infinite(__m512 a) { return _mm512_fpclass_ps_mask(a, 0x18); }
 INLINE __mmask16 f32v_minus_zero(__m512 a) { return _mm512_fpclass_ps_mask(a, 0x04); }
 INLINE __m512 f32v_select(__mmask16 k, __m512 a, __m512 b) { return _mm512_mask_blend_ps(k, b, a); }
+INLINE __m512 f32v_abs(__m512 a) { return _mm512_abs_ps(a); }
+INLINE __m512 f32v_copy_sign(__m512 a, __m512 b) { /* bitwise select: the sign bit of b, the rest of a */
+    const __m512i sign = _mm512_set1_epi32(INT32_MIN);
+    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(sign, _mm512_castps_si512(b), _mm512_castps_si512(a), 0xca));
+}
 INLINE __m512 f32v_round(__m512 x) { return _mm512_roundscale_ps(x, 8); }
 /* p * 2^n, 0 where x is below the smallest normal exponent; NaN in x stays NaN in p and passes. */
 INLINE __m512 f32v_scale_from(__m512 p, __m512 n, __m512 x) {
@@ -108,6 +113,11 @@ INLINE __mmask8 f64v_equal(__m512d a, __m512d b) { return _mm512_cmp_pd_mask(a, 
 INLINE __mmask8 f64v_infinite(__m512d a) { return _mm512_fpclass_pd_mask(a, 0x18); }
 INLINE __mmask8 f64v_minus_zero(__m512d a) { return _mm512_fpclass_pd_mask(a, 0x04); }
 INLINE __m512d f64v_select(__mmask8 k, __m512d a, __m512d b) { return _mm512_mask_blend_pd(k, b, a); }
+INLINE __m512d f64v_abs(__m512d a) { return _mm512_abs_pd(a); }
+INLINE __m512d f64v_copy_sign(__m512d a, __m512d b) {
+    const __m512i sign = _mm512_set1_epi64(INT64_MIN);
+    return _mm512_castsi512_pd(_mm512_ternarylogic_epi64(sign, _mm512_castpd_si512(b), _mm512_castpd_si512(a), 0xca));
+}
 INLINE __m512d f64v_round(__m512d x) { return _mm512_roundscale_pd(x, 8); }
 INLINE __m512d f64v_scale_from(__m512d p, __m512d n, __m512d x) {
     return _mm512_maskz_scalef_pd(_mm512_cmp_pd_mask(x, _mm512_set1_pd(EXP2_MIN_F64), _CMP_NLT_UQ), p, n);

@@ -43,6 +43,10 @@
         const P##_vec top = P##_set1((REAL)INFINITY);                                                                   \
         return (P##_mask)(a == top) | (P##_mask)(a == -top);                                                            \
     }                                                                                                                   \
+    INLINE P##_vec P##_abs(P##_vec a) { return (P##_vec)((P##_bits)a & ~(P##_bits)P##_set1(-(REAL)0.0)); }              \
+    INLINE P##_vec P##_copy_sign(P##_vec a, P##_vec b) {                                                                \
+        return (P##_vec)((P##_bits)P##_abs(a) | ((P##_bits)b & (P##_bits)P##_set1(-(REAL)0.0)));                        \
+    }                                                                                                                   \
     INLINE P##_mask P##_minus_zero(P##_vec a) { return (P##_mask)((P##_bits)a == (P##_bits)P##_set1(-(REAL)0.0)); }     \
     /* Nearest even by the constant whose last place is 1; right for |x| < 2^(BITS - 1), and scale_from gives 0       \
      * long before that. */ \

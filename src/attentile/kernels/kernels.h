@@ -7,7 +7,8 @@
  *
  *     pack      Qt[d][r]  = c * Q[r][d]
  *     scores    St[j][r]  = sum_d K[j][d] * Qt[d][r]       K read in place by broadcast, at any row stride
- *     add_bias  St[j][r] += log2(e) * B[r][j]              exclude: St[j][r] = fill where a bit is 0
+ *     softcap, add_bias, alibi                             score changes, each over a chunk, in this order
+ *     exclude   St[j][r]  = fill where a bit is 0
  *     softmax   St[j][r]  = exp2(St[j][r] - m[r])          m: exact maximum of the chunk; l: sum over j
  *     values    Ot[e][r]  = beta[r] * sum_j V[j][e] * St[j][r] + alpha[r] * Ot[e][r]
  *     unpack    O[r][e]   = Ot[e][r] / l[r]
@@ -49,6 +50,12 @@ typedef struct {
     /* st[j][r] += log2(e) * rows[r][j], finite bias staying finite; an infinite bias replaces the score. */
     void (*add_bias)(void* st, void* running_max, const char* const* rows, ptrdiff_t key_stride, ptrdiff_t n_rows,
                      int vectors, ptrdiff_t keys);
+
+    /* st = cap * tanh(st / cap), both in units of log2(e): rise = -2 / cap, top = log2(e) * cap. */
+    void (*softcap)(void* st, void* running_max, int vectors, ptrdiff_t keys, double rise, double top);
+
+    /* st[j][r] -= slope[r] * |position[r] - j|; slope in units of log2(e), position relative to the first key. */
+    void (*alibi)(void* st, void* running_max, const void* slope, const void* position, int vectors, ptrdiff_t keys);
 
     /* st[j][r] = fill where bit j % 32 of words[j / 32][r] is 0. */
     void (*exclude)(void* st, void* running_max, const uint32_t* words, int vectors, ptrdiff_t keys, double fill);
