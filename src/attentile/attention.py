@@ -205,10 +205,10 @@ def _run(arrays: dict[str, Array], attend: Callable[..., None], options: dict[st
         for index in range(arrays["out"].shape[0]):
             _run({name: array[index] for name, array in arrays.items()}, attend, options)
         return
-    for name in folded.keys() & {"lo", "hi", "start"}:
-        interval = folded[name]
-        assert interval is not None
-        folded[name] = np.ascontiguousarray(interval if interval.strides[0] else interval[:1])
+    tables = {name: array for name, array in folded.items() if name in ("lo", "hi", "start") and array is not None}
+    for name, table in tables.items():  # one row each if the items share them
+        shared = all(other.strides[0] == 0 for other in tables.values())
+        folded[name] = np.ascontiguousarray(table[:1] if shared else table)
     attend(**folded, **options)
 
 

@@ -182,7 +182,7 @@ def test_b33_shapes_that_do_not_broadcast(impl, shape, name, dtype):
 LENGTHS = [24, 125, 53, 28, 77, 96, 13, 114]
 
 
-@pytest.mark.parametrize("kind", [list, np.int32, np.int64, np.uint8])
+@pytest.mark.parametrize("kind", [list, np.int32, np.int64, np.uint8, np.uint64])
 def test_b36_key_lengths_hold_per_item(impl, kind):
     q, k, v = (x.swapaxes(1, 2) for x in normal(3, 8, 128, 4, 16))
     for item, length in enumerate(LENGTHS):

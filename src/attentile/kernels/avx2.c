@@ -28,6 +28,8 @@ INLINE __m256 f32v_fma(__m256 a, __m256 b, __m256 c) { return _mm256_fmadd_ps(a,
 INLINE __m256 f32v_max(__m256 a, __m256 b) { return _mm256_max_ps(a, b); }
 INLINE __m256 f32v_min(__m256 a, __m256 b) { return _mm256_min_ps(a, b); }
 INLINE __m256 f32v_equal(__m256 a, __m256 b) { return _mm256_cmp_ps(a, b, _CMP_EQ_OQ); }
+INLINE __m256 f32v_above(__m256 a, __m256 b) { return _mm256_cmp_ps(a, b, _CMP_GT_OQ); }
+INLINE int f32v_any_above(__m256 a, float b) { return _mm256_movemask_ps(f32v_above(a, _mm256_set1_ps(b))); }
 INLINE __m256 f32v_infinite(__m256 a) {
     return _mm256_cmp_ps(_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a), _mm256_set1_ps(INFINITY), _CMP_EQ_OQ);
 }
@@ -108,6 +110,8 @@ INLINE __m256d f64v_fma(__m256d a, __m256d b, __m256d c) { return _mm256_fmadd_p
 INLINE __m256d f64v_max(__m256d a, __m256d b) { return _mm256_max_pd(a, b); }
 INLINE __m256d f64v_min(__m256d a, __m256d b) { return _mm256_min_pd(a, b); }
 INLINE __m256d f64v_equal(__m256d a, __m256d b) { return _mm256_cmp_pd(a, b, _CMP_EQ_OQ); }
+INLINE __m256d f64v_above(__m256d a, __m256d b) { return _mm256_cmp_pd(a, b, _CMP_GT_OQ); }
+INLINE int f64v_any_above(__m256d a, double b) { return _mm256_movemask_pd(f64v_above(a, _mm256_set1_pd(b))); }
 INLINE __m256d f64v_infinite(__m256d a) {
     return _mm256_cmp_pd(_mm256_andnot_pd(_mm256_set1_pd(-0.0), a), _mm256_set1_pd(INFINITY), _CMP_EQ_OQ);
 }

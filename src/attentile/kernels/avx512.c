@@ -29,6 +29,8 @@ INLINE __m512 f32v_fma(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a,
 INLINE __m512 f32v_max(__m512 a, __m512 b) { return _mm512_max_ps(a, b); }
 INLINE __m512 f32v_min(__m512 a, __m512 b) { return _mm512_min_ps(a, b); }
 INLINE __mmask16 f32v_equal(__m512 a, __m512 b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
+INLINE __mmask16 f32v_above(__m512 a, __m512 b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
+INLINE int f32v_any_above(__m512 a, float b) { return f32v_above(a, _mm512_set1_ps(b)) != 0; }
 INLINE __mmask16 f32v_infinite(__m512 a) { return _mm512_fpclass_ps_mask(a, 0x18); }
 INLINE __mmask16 f32v_minus_zero(__m512 a) { return _mm512_fpclass_ps_mask(a, 0x04); }
 INLINE __m512 f32v_select(__mmask16 k, __m512 a, __m512 b) { return _mm512_mask_blend_ps(k, b, a); }
@@ -110,6 +112,8 @@ INLINE __m512d f64v_fma(__m512d a, __m512d b, __m512d c) { return _mm512_fmadd_p
 INLINE __m512d f64v_max(__m512d a, __m512d b) { return _mm512_max_pd(a, b); }
 INLINE __m512d f64v_min(__m512d a, __m512d b) { return _mm512_min_pd(a, b); }
 INLINE __mmask8 f64v_equal(__m512d a, __m512d b) { return _mm512_cmp_pd_mask(a, b, _CMP_EQ_OQ); }
+INLINE __mmask8 f64v_above(__m512d a, __m512d b) { return _mm512_cmp_pd_mask(a, b, _CMP_GT_OQ); }
+INLINE int f64v_any_above(__m512d a, double b) { return f64v_above(a, _mm512_set1_pd(b)) != 0; }
 INLINE __mmask8 f64v_infinite(__m512d a) { return _mm512_fpclass_pd_mask(a, 0x18); }
 INLINE __mmask8 f64v_minus_zero(__m512d a) { return _mm512_fpclass_pd_mask(a, 0x04); }
 INLINE __m512d f64v_select(__mmask8 k, __m512d a, __m512d b) { return _mm512_mask_blend_pd(k, b, a); }

@@ -39,6 +39,12 @@
     INLINE P##_vec P##_max(P##_vec a, P##_vec b) { return P##_select((P##_mask)(a > b), a, b); }                        \
     INLINE P##_vec P##_min(P##_vec a, P##_vec b) { return P##_select((P##_mask)(a < b), a, b); }                        \
     INLINE P##_mask P##_equal(P##_vec a, P##_vec b) { return (P##_mask)(a == b); }                                      \
+    INLINE P##_mask P##_above(P##_vec a, P##_vec b) { return (P##_mask)(a > b); }                                       \
+    INLINE int P##_any_above(P##_vec a, REAL b) {                                                                       \
+        int any = 0;                                                                                                    \
+        for (int i = 0; i < N; i++) any |= a[i] > b;                                                                    \
+        return any;                                                                                                     \
+    }                                                                                                                   \
     INLINE P##_mask P##_infinite(P##_vec a) {                                                                           \
         const P##_vec top = P##_set1((REAL)INFINITY);                                                                   \
         return (P##_mask)(a == top) | (P##_mask)(a == -top);                                                            \
