@@ -25,31 +25,65 @@ class Expected:
     largest_score: float
 
 
-def allowed_keys(
-    shape: tuple[int, ...], *, mask: Any = None, bias: Any = None, causal: Any = False, q_start: Any = None,
-    key_lengths: Any = None,
-) -> Array:  # fmt: skip
+def first_position(
+    options: dict[str, Any], item: tuple[int, ...], lead: tuple[int, ...], queries: int, keys: int
+) -> int:
+    """Position of query 0 of one batch item."""
+    if options.get("q_start") is not None:
+        return int(np.broadcast_to(options["q_start"], lead)[item])
+    if options.get("causal") == "lower_right":
+        lengths = options.get("key_lengths")
+        return (keys if lengths is None else int(np.broadcast_to(lengths, lead)[item])) - queries
+    return 0
+
+
+def allowed_keys(shape: tuple[int, ...], **options: Any) -> Array:
     """Boolean (..., Hq, L, S) from the rules of the documentation, written the slow and obvious way."""
     *lead, _, queries, keys = shape
+    batch = tuple(lead)
     allowed = np.ones(shape, bool)
-    if mask is not None:
-        allowed &= mask
-    if bias is not None:
-        allowed &= np.asarray(bias) != -np.inf
-    for item in np.ndindex(*lead):
-        valid = keys if key_lengths is None else int(np.broadcast_to(key_lengths, lead)[item])
-        first = 0 if q_start is None else int(np.broadcast_to(q_start, lead)[item])
-        if causal == "lower_right":
-            first = valid - queries
-        for i in range(queries):
-            for j in range(keys):
-                if j >= valid or (causal is not False and j > first + i):
-                    allowed[(*item, slice(None), i, j)] = False
+    if options.get("mask") is not None:
+        allowed &= options["mask"]
+    if options.get("bias") is not None:
+        allowed &= np.asarray(options["bias"]) != -np.inf
+    causal, (left, right) = options.get("causal", False), options.get("window") or (None, None)
+    lengths, prefixes, segments = (options.get(name) for name in ("key_lengths", "prefix_lengths", "segments"))
+    for item in np.ndindex(*batch):
+        valid = keys if lengths is None else int(np.broadcast_to(lengths, batch)[item])
+        prefix = 0 if prefixes is None else int(np.broadcast_to(prefixes, batch)[item])
+        first = first_position(options, item, batch, queries, keys)
+        if segments is not None:
+            pair = segments if isinstance(segments, tuple) else (segments, segments)
+            q_ids, k_ids = (np.broadcast_to(x, (*batch, n))[item] for x, n in zip(pair, (queries, keys), strict=True))
+        for i, j in np.ndindex(queries, keys):
+            at = first + i
+            seen = j < valid
+            seen &= causal is False or j <= at or j < prefix
+            seen &= (left is None or j >= at - left) and (right is None or j <= at + right)
+            seen &= segments is None or q_ids[i] == k_ids[j]
+            if not seen:
+                allowed[(*item, slice(None), i, j)] = False
     return allowed
 
 
-def oracle(q: Array, k: Array, v: Array, allowed: Array, *, bias: Any = None, scale: float | None = None) -> Expected:
-    """Attention of q (..., Hq, L, D), k (..., Hkv, S, D), v (..., Hkv, S, Dv); allowed (..., Hq, L, S)."""
+def changed(s: Array, i: int, h: int, first: int, seen: Array, options: dict[str, Any], added: Array | None) -> Array:
+    """Scores of the allowed keys after softcap, bias and ALiBi, in this order."""
+    if options.get("softcap"):
+        s = options["softcap"] * np.tanh(s / options["softcap"])
+    if added is not None:
+        s = s + added
+    if options.get("alibi_slopes") is not None:
+        s = s - options["alibi_slopes"][h] * np.abs(first + i - seen)
+    return s
+
+
+def oracle(
+    q: Array, k: Array, v: Array, allowed: Array, *, bias: Any = None, scale: float | None = None, **options: Any
+) -> Expected:
+    """Attention of q (..., Hq, L, D), k (..., Hkv, S, D), v (..., Hkv, S, Dv); allowed (..., Hq, L, S).
+
+    options: softcap, sinks, alibi_slopes, and what places the queries (causal, q_start, key_lengths).
+    """
     heads, queries, width = q.shape[-3:]
     group = heads // k.shape[-3]
     lead = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
@@ -66,28 +100,38 @@ def oracle(q: Array, k: Array, v: Array, allowed: Array, *, bias: Any = None, sc
             continue
         with np.errstate(invalid="ignore", over="ignore"):
             s = (k[(*item, h // group)][seen] @ q[at]) * factor
-            if added is not None:
-                s = s + added[at][seen]
+            first = first_position(options, tuple(item), lead, queries, k.shape[-2])
+            s = changed(s, at[-1], h, first, seen, options, None if added is None else added[at][seen])
             p = np.exp(s - s.max())
             largest = max(largest, float(np.abs(s, where=np.isfinite(s), out=np.zeros_like(s)).max()))
-            out[at] = (p / p.sum()) @ v[(*item, h // group)][seen]
-            lse[at], weights[(*at, seen)] = s.max() + np.log(p.sum()), p / p.sum()
+            sink = 0 if options.get("sinks") is None else np.exp(options["sinks"][h] - s.max())
+            out[at] = (p / (p.sum() + sink)) @ v[(*item, h // group)][seen]
+            lse[at], weights[(*at, seen)] = s.max() + np.log(p.sum()), p / (p.sum() + sink)
     return Expected(out, lse, weights, largest)
 
 
 def same_formula(
-    q: Array, k: Array, v: Array, allowed: Array, *, bias: Any = None, scale: float | None = None
+    q: Array, k: Array, v: Array, allowed: Array, *, bias: Any = None, scale: float | None = None, **options: Any
 ) -> Array:
     """The plain formula in the dtype of the inputs: the yardstick for the tolerance."""
-    group, dtype = q.shape[-3] // k.shape[-3], q.dtype
+    group, dtype, lead = q.shape[-3] // k.shape[-3], q.dtype, q.shape[:-3]
     k, v = np.repeat(k, group, axis=-3), np.repeat(v, group, axis=-3)
     s = (q @ np.swapaxes(k, -1, -2)) * dtype.type(1 / np.sqrt(q.shape[-1]) if scale is None else scale)
+    if options.get("softcap"):
+        s = (options["softcap"] * np.tanh(s / options["softcap"])).astype(dtype)
     if bias is not None:
         s = s + np.where(np.isinf(bias), 0, bias).astype(dtype)
+    if options.get("alibi_slopes") is not None:
+        first = np.array([first_position(options, at, lead, *s.shape[-2:]) for at in np.ndindex(*lead)]).reshape(lead)
+        distance = np.abs(first[..., None, None, None] + np.arange(s.shape[-2])[:, None] - np.arange(s.shape[-1]))
+        s = s - (np.asarray(options["alibi_slopes"])[:, None, None] * distance).astype(dtype)
     s = np.where(allowed, s, -np.inf)
     top = s.max(axis=-1, keepdims=True, initial=np.finfo(dtype).min)
     p = np.exp(s - top)
     total = p.sum(axis=-1, keepdims=True)
+    if options.get("sinks") is not None:
+        with np.errstate(over="ignore"):
+            total = (total + np.exp(np.asarray(options["sinks"])[:, None, None] - top)).astype(dtype)
     return (p / np.where(total == 0, 1, total)) @ v
 
 

@@ -29,27 +29,20 @@ def inputs(
     )
 
 
-def check(q, k, v, *, scale=None, **options) -> None:
+def check(q, k, v, **options) -> None:
     """Output, lse and weights of a call with every extra against the oracle."""
-    shape = (*q.shape[:-1], k.shape[-2])
-    allowed = allowed_keys(shape, **options)
-    bias = options.get("bias")
-    expected = oracle(q, k, v, allowed, bias=bias, scale=scale)
-    bound = tolerance(q, k, v, allowed, expected, bias=bias, scale=scale)
-    result = attention(q, k, v, scale=scale, return_lse=True, return_weights=True, **options)
+    allowed = allowed_keys((*q.shape[:-1], k.shape[-2]), **options)
+    expected = oracle(q, k, v, allowed, **options)
+    bound = tolerance(q, k, v, allowed, expected, **options)
+    result = attention(q, k, v, return_lse=True, return_weights=True, **options)
     assert isinstance(result, AttentionResult)
     assert result.out.dtype == q.dtype
     np.testing.assert_allclose(result.out, expected.out, rtol=0, atol=bound)
     np.testing.assert_allclose(result.weights, expected.weights, rtol=0, atol=bound)
     assert (result.weights[~allowed] == 0).all()
-    eps = np.finfo(q.dtype).eps
-    np.testing.assert_allclose(
-        result.lse,
-        expected.lse,
-        rtol=0,
-        atol=bound + 8 * eps * np.abs(expected.lse[np.isfinite(expected.lse)]).max(initial=1),
-    )
-    np.testing.assert_array_equal(attention(q, k, v, scale=scale, **options), result.out)
+    largest = np.abs(expected.lse[np.isfinite(expected.lse)]).max(initial=1)
+    np.testing.assert_allclose(result.lse, expected.lse, rtol=0, atol=bound + 8 * np.finfo(q.dtype).eps * largest)
+    np.testing.assert_array_equal(attention(q, k, v, **options), result.out)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -146,7 +139,9 @@ def test_everything_combined(impl, data):
     q, k, v = inputs(
         rng, batch, heads * group, heads, queries, keys, draw(st.integers(1, 20)), draw(st.integers(1, 20)), dtype
     )
-    options: dict[str, Any] = {"causal": draw(st.sampled_from([False, "upper_left", "lower_right"]))}
+    options: dict[str, Any] = {"scale": scale, "causal": draw(st.sampled_from([False, "upper_left", "lower_right"]))}
+    if options["causal"] is False and draw(st.booleans()):
+        options |= {"causal": True, "q_start": rng.integers(-3, keys + 3, batch)}
     if draw(st.booleans()):
         options["key_lengths"] = rng.integers(0, keys + 1, batch)
     if draw(st.booleans()):
@@ -154,20 +149,31 @@ def test_everything_combined(impl, data):
     if draw(st.booleans()):
         options["bias"] = rng.standard_normal((heads * group, queries, keys)).astype(dtype)
         options["bias"][rng.random(options["bias"].shape) < 0.2] = -np.inf
-    check(q, k, v, scale=scale, **options)
-    poison(q, k, v, scale, options)
+    if draw(st.booleans()):
+        options["softcap"] = draw(st.sampled_from([0.7, 5.0, 50.0]))
+    if draw(st.booleans()):
+        options["sinks"] = rng.standard_normal(heads * group)
+    if draw(st.booleans()):
+        options["segments"] = tuple(np.sort(rng.integers(0, 4, (batch, n))) for n in (queries, keys))
+    if options["causal"] is not False:
+        if draw(st.booleans()):
+            options["window"] = draw(st.sampled_from([(0, 0), (7, 0), (40, 3), (None, 2), (33, None)]))
+        if draw(st.booleans()):
+            options["prefix_lengths"] = rng.integers(0, keys + 1, batch)
+        if draw(st.booleans()):
+            options["alibi_slopes"] = rng.random(heads * group)
+    check(q, k, v, **options)
+    poison(q, k, v, options)
 
 
-def poison(q, k, v, scale, options) -> None:
+def poison(q, k, v, options) -> None:
     """NaN and Inf in every key and value that no query sees must change no bit."""
     allowed = allowed_keys((*q.shape[:-1], k.shape[-2]), **options)
     group = q.shape[-3] // k.shape[-3]
     seen = allowed.reshape(allowed.shape[0], k.shape[-3], group, *allowed.shape[-2:]).any(axis=(2, 3))
     bad_k, bad_v = k.copy(), v.copy()
     bad_k[~seen], bad_v[~seen] = np.nan, np.inf
-    np.testing.assert_array_equal(
-        attention(q, bad_k, bad_v, scale=scale, **options), attention(q, k, v, scale=scale, **options)
-    )
+    np.testing.assert_array_equal(attention(q, bad_k, bad_v, **options), attention(q, k, v, **options))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
