@@ -74,7 +74,7 @@ def extensions() -> list[Extension]:
         "attentile._core",
         [str(PACKAGE / "_core.pyx")],
         include_dirs=[str(PACKAGE)],
-        depends=[*depends, str(PACKAGE / "_kernels.pxd"), "setup.py"],
+        depends=[*depends, *[str(path) for path in sorted(PACKAGE.glob("*.px[di]"))], "setup.py"],
         extra_compile_args=CFLAGS,
     )
     return cythonize(

@@ -1,6 +1,6 @@
 """The compiled core: entry functions over typed memoryviews, the choice of an instruction set, measurements.
 
-The pass itself is in _pass.pxi (one Cython module, because each one with memoryviews costs 25,000 generated lines).
+The pass itself is in _pass.pxi and _blocks.pxi (one Cython module, because each one with memoryviews costs 25,000 generated lines).
 """
 from libc.math cimport INFINITY, NAN, exp2, isfinite, log2, sqrt
 from libc.stdint cimport uint32_t
@@ -12,6 +12,7 @@ from ._kernels cimport (AT_ALIGN, AT_CHUNK, AT_MAX_VECTORS, AT_PEAK_CHAINS, AT_W
 
 import numpy
 
+include "_blocks.pxi"
 include "_pass.pxi"
 
 # ---------------------------------------------------------------------------------------------------------------
