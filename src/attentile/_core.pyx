@@ -4,7 +4,7 @@ The pass itself is in _pass.pxi and _blocks.pxi (one Cython module, because each
 """
 from libc.math cimport INFINITY, NAN, exp2, isfinite, log2, sqrt
 from libc.stdint cimport uint32_t
-from libc.string cimport memset
+from libc.string cimport memcpy, memset
 
 from ._kernels cimport (AT_ALIGN, AT_CHUNK, AT_MAX_VECTORS, AT_PEAK_CHAINS, AT_WORD, at_encode, at_encode_scratch,
                         at_isa, at_isa_at, at_isa_count, at_isa_supported, at_mask_words, at_pool_run,
@@ -14,6 +14,7 @@ import numpy
 
 include "_blocks.pxi"
 include "_pass.pxi"
+include "_stats.pxi"
 
 # ---------------------------------------------------------------------------------------------------------------
 # Entry: typed memoryviews in, a job out
@@ -46,6 +47,11 @@ cdef inline void bind(Strided *to, const void *data, Py_ssize_t *strides) noexce
     to.batch, to.head, to.row, to.column = strides[0], strides[1], strides[2], strides[3]
 
 
+cdef inline void bind_rows(Strided *to, const void *data, Py_ssize_t *strides) noexcept nogil:
+    to.data = <char *> data
+    to.batch, to.head, to.row, to.column = strides[0], strides[1], strides[2], 0
+
+
 cdef int run_job(Job *job, double scale, int threads) except -1 nogil:
     """Divides the work, finds scratch for it, runs it."""
     cdef double flops = (2.0 * <double> (job.batch * job.kv_heads * job.group) * <double> job.queries
@@ -64,38 +70,46 @@ cdef int run_job(Job *job, double scale, int threads) except -1 nogil:
     return 0
 
 
+cdef int describe(Job *job, const real[:, :, :, :] q, const real[:, :, :, :] k, const unsigned char[:, :, :, :] mask,
+                  const real[:, :, :, :] bias, const Py_ssize_t[:, ::1] lo, const Py_ssize_t[:, ::1] hi, double softcap,
+                  const double[::1] slopes, const Py_ssize_t[::1] start) except -1:
+    """Everything that decides the scores."""
+    memset(job, 0, sizeof(Job))
+    job.tiles = active.f32 if real is float else active.f64
+    job.batch, job.kv_heads, job.group = q.shape[0], k.shape[1], q.shape[1] // k.shape[1]
+    job.queries, job.keys, job.width = q.shape[2], k.shape[2], q.shape[3]
+    bind(&job.q, &q[0, 0, 0, 0], q.strides)
+    bind(&job.k, &k[0, 0, 0, 0], k.strides)
+    if mask is not None:
+        bind(&job.mask, &mask[0, 0, 0, 0], mask.strides)
+    if bias is not None:
+        bind(&job.bias, &bias[0, 0, 0, 0], bias.strides)
+    if lo is not None:
+        job.lo, job.hi = &lo[0, 0], &hi[0, 0]
+        job.interval_batch = lo.shape[1] if lo.shape[0] > 1 else 0
+    if slopes is not None:
+        job.slopes, job.start, job.start_batch = &slopes[0], &start[0], start.shape[0] > 1
+    job.softcap = softcap
+    job.fill = -INFINITY
+    return 0
+
+
 cdef int attend_typed(const real[:, :, :, :] q, const real[:, :, :, :] k, const real[:, :, :, :] v,
                       real[:, :, :, :] out, double scale, int threads, const unsigned char[:, :, :, :] mask,
                       const real[:, :, :, :] bias, const Py_ssize_t[:, ::1] lo, const Py_ssize_t[:, ::1] hi,
                       real[:, :, :] lse, real[:, :, :, :] weights, fill, double softcap, const double[::1] sinks,
                       const double[::1] slopes, const Py_ssize_t[::1] start) except -1:
     cdef Job job
-    memset(&job, 0, sizeof(Job))
-    job.tiles = active.f32 if real is float else active.f64
-    job.batch, job.kv_heads, job.group = q.shape[0], k.shape[1], q.shape[1] // k.shape[1]
-    job.queries, job.keys, job.width, job.value_width = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
-    bind(&job.q, &q[0, 0, 0, 0], q.strides)
-    bind(&job.k, &k[0, 0, 0, 0], k.strides)
+    describe(&job, q, k, mask, bias, lo, hi, softcap, slopes, start)
+    job.value_width = v.shape[3]
     bind(&job.v, &v[0, 0, 0, 0], v.strides)
     bind(&job.out, &out[0, 0, 0, 0], out.strides)
-    if mask is not None:
-        bind(&job.mask, &mask[0, 0, 0, 0], mask.strides)
-    if bias is not None:
-        bind(&job.bias, &bias[0, 0, 0, 0], bias.strides)
     if weights is not None:
         bind(&job.weights, &weights[0, 0, 0, 0], weights.strides)
     if lse is not None:
-        job.lse.data = <char *> &lse[0, 0, 0]
-        job.lse.batch, job.lse.head, job.lse.row = lse.strides[0], lse.strides[1], lse.strides[2]
-    if lo is not None:
-        job.lo, job.hi = &lo[0, 0], &hi[0, 0]
-        job.interval_batch = lo.shape[1] if lo.shape[0] > 1 else 0
+        bind_rows(&job.lse, &lse[0, 0, 0], lse.strides)
     if sinks is not None:
         job.sinks = &sinks[0]
-    if slopes is not None:
-        job.slopes, job.start, job.start_batch = &slopes[0], &start[0], start.shape[0] > 1
-    job.softcap = softcap
-    job.fill = -INFINITY
     if fill is not None:
         job.filling, job.fill = True, fill * LOG2E
     with nogil:
@@ -118,6 +132,51 @@ def attend(q, k, v, out, double scale, int threads, *, mask=None, bias=None, lo=
     else:
         attend_typed[double](q, k, v, out, scale, threads, mask, bias, lo, hi, lse, weights, fill, softcap, sinks, slopes,
                             start)
+
+
+cdef int stats_typed(const real[:, :, :, :] q, const real[:, :, :, :] k, double scale, int threads,
+                     const unsigned char[:, :, :, :] mask, const real[:, :, :, :] bias, const Py_ssize_t[:, ::1] lo,
+                     const Py_ssize_t[:, ::1] hi, double softcap, const double[::1] slopes, const Py_ssize_t[::1] start,
+                     const real[:, :, :] lse, real[:, :, :] entropy, real[:, :, :] largest, real[:, :, :] received,
+                     real[:, :, :, ::1] top_weights, Py_ssize_t[:, :, :, ::1] top_keys, real[:, :, :, ::1] rows,
+                     const Py_ssize_t[::1] chosen) except -1:
+    cdef Job job
+    cdef Stats stats
+    describe(&job, q, k, mask, bias, lo, hi, softcap, slopes, start)
+    memset(&stats, 0, sizeof(Stats))
+    stats.job = &job
+    bind_rows(&stats.lse, &lse[0, 0, 0], lse.strides)
+    if entropy is not None:
+        bind_rows(&stats.entropy, &entropy[0, 0, 0], entropy.strides)
+    if largest is not None:
+        bind_rows(&stats.largest, &largest[0, 0, 0], largest.strides)
+    if received is not None:
+        bind_rows(&stats.received, &received[0, 0, 0], received.strides)
+    if top_weights is not None:
+        stats.k = top_weights.shape[3]
+        bind(&stats.top_weights, &top_weights[0, 0, 0, 0], top_weights.strides)
+        bind(&stats.top_keys, &top_keys[0, 0, 0, 0], top_keys.strides)
+    if rows is not None:
+        bind(&stats.rows, &rows[0, 0, 0, 0], rows.strides)
+        stats.chosen = &chosen[0]
+    with nogil:
+        run_stats(&stats, scale, threads)
+    return 0
+
+
+def stats(q, k, lse, double scale, int threads, *, mask=None, bias=None, lo=None, hi=None, double softcap=0, slopes=None,
+          start=None, entropy=None, largest=None, received=None, top_weights=None, top_keys=None, rows=None, chosen=None):
+    """Second pass over non-empty arrays as attend() takes them, with lse (B, Hq, L) of the first (see stats.py).
+
+    entropy, largest (B, Hq, L), received (B, Hq, S) zeroed, top_weights zeroed and top_keys filled with -1
+    (B, Hq, L, k), rows (B, Hq, n, S) zeroed with chosen (L,): index into rows, or -1.
+    """
+    if lse.itemsize == 4:
+        stats_typed[float](q, k, scale, threads, mask, bias, lo, hi, softcap, slopes, start, lse, entropy, largest,
+                           received, top_weights, top_keys, rows, chosen)
+    else:
+        stats_typed[double](q, k, scale, threads, mask, bias, lo, hi, softcap, slopes, start, lse, entropy, largest,
+                            received, top_weights, top_keys, rows, chosen)
 
 
 cdef object attend_plain_typed(const real[:, :, :, :] q, const real[:, :, :, :] k, const real[:, :, :, :] v, dtype,

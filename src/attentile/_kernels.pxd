@@ -36,6 +36,10 @@ cdef extern from "kernels/kernels.h" nogil:
         void (*unpack)(char **rows, const void *ot, const void *factor, Py_ssize_t n_rows, int vectors,
                        Py_ssize_t width) noexcept nogil
         void (*rescale)(void *row, Py_ssize_t keys, double chunk_max, double m, double l) noexcept nogil
+        void (*measure)(void *st, Py_ssize_t keys, const void *lse, void *entropy, void *largest, void *received,
+                        int vectors) noexcept nogil
+        void (*keep_top)(const void *row, Py_ssize_t n, Py_ssize_t first_key, Py_ssize_t k, void *values,
+                         Py_ssize_t *keys) noexcept nogil
         double (*fma_peak)(Py_ssize_t rounds) noexcept nogil
 
     ctypedef struct at_angles:

@@ -1,22 +1,14 @@
-"""attention(): checks the arguments, brings the arrays to four axes without copying, calls the core.
-
-Every check runs before any work. What the core gets is always (batch, head, row, width) with the last axis contiguous;
-inputs with more batch axes are folded into one where their strides allow it and looped over where they do not.
-"""
+"""attention(): the call that goes beyond the textbook. Checks and axes are in call.py, the pass is the core's."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from itertools import pairwise
 from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 from numpy.typing import ArrayLike, NDArray
 
-from . import config, reference
-from .masks import Structure, structure
+from . import config
+from .call import Call, attend, prepare
 
 Array = NDArray[Any]
 Causal = bool | Literal["upper_left", "lower_right"]
@@ -30,216 +22,6 @@ class AttentionResult(NamedTuple):
     out: Array
     lse: Array | None
     weights: Array | None
-
-
-# ---- dtypes ----
-
-
-def _computed_in(dtype: np.dtype[Any], function: str) -> np.dtype[Any]:
-    """The dtype of the arithmetic for this (promoted) input dtype."""
-    dtype = dtype.newbyteorder("=")
-    if dtype in (np.float32, np.float64):
-        return dtype
-    if dtype == np.float16 or dtype.name == "bfloat16":
-        return np.dtype(np.float32)
-    if dtype.kind in "iub":
-        return np.dtype(np.float64)
-    raise TypeError(
-        f"{function}: an array has dtype {dtype}; supported are float64, float32, float16, bfloat16, integers and bool"
-    )
-
-
-def promoted(function: str, *arrays: Array) -> tuple[np.dtype[Any], np.dtype[Any]]:
-    """(dtype of the arithmetic, dtype of the result) for arrays that are used together."""
-    for array in arrays:
-        _computed_in(array.dtype, function)
-    dtype = np.result_type(*arrays)
-    compute = _computed_in(dtype, function)
-    return compute, compute if dtype.kind in "iub" else dtype.newbyteorder("=")
-
-
-def _ready(array: Array, dtype: np.dtype[Any]) -> Array:
-    """The array in this dtype, native, aligned, last axis contiguous: itself whenever it already is."""
-    array = array.astype(dtype, copy=False)
-    if not array.flags.aligned or (array.shape[-1] > 1 and array.strides[-1] != array.itemsize):
-        array = array.copy(order="C")
-    return array
-
-
-def _bias_in(bias: Array, dtype: np.dtype[Any]) -> Array:
-    """bias in the dtype of the arithmetic. A finite value must stay finite: only -inf excludes a key."""
-    if bias.dtype.itemsize > dtype.itemsize:
-        largest = np.finfo(dtype).max
-        bias = np.where(np.isinf(bias), bias, np.clip(bias, -largest, largest))
-    bias = bias.astype(dtype, copy=False)
-    return bias if bias.flags.aligned else bias.copy()
-
-
-# ---- checks ----
-
-
-def _shapes(q: Array, k: Array, v: Array) -> tuple[int, ...]:
-    """The batch axes, after every check of the shapes of q, k, v (each with a head axis already)."""
-    shapes = f"q has shape {q.shape}, k {k.shape}, v {v.shape}"
-    if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"attention: q has width {q.shape[-1]} and k has {k.shape[-1]}; they must be equal ({shapes})")
-    if q.shape[-1] == 0:
-        raise ValueError(f"attention: q and k have width 0; it must be at least 1 ({shapes})")
-    if k.shape[-2] != v.shape[-2]:
-        raise ValueError(f"attention: k has {k.shape[-2]} keys and v has {v.shape[-2]}; they must be equal ({shapes})")
-    if k.shape[-3] != v.shape[-3]:
-        raise ValueError(f"attention: k has {k.shape[-3]} heads and v has {v.shape[-3]}; they must be equal ({shapes})")
-    q_heads, heads = q.shape[-3], k.shape[-3]
-    if q_heads and (heads == 0 or q_heads % heads):
-        raise ValueError(
-            f"attention: q has {q_heads} heads and k has {heads}; "
-            f"the number of q heads must be a multiple of the number of k heads ({shapes})"
-        )
-    try:
-        return np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
-    except ValueError:
-        raise ValueError(f"attention: the batch axes of q, k and v do not broadcast ({shapes})") from None
-
-
-def _scale(scale: Any, width: int) -> float:
-    if scale is None:
-        return 1.0 / math.sqrt(width)
-    try:
-        number = float(scale)
-    except (TypeError, ValueError):
-        raise TypeError(f"attention: scale is {scale!r}; it must be a number") from None
-    if not math.isfinite(number):
-        raise ValueError(f"attention: scale is {number}; it must be finite")
-    return number
-
-
-def _softcap(softcap: Any) -> float:
-    if softcap is None:
-        return 0.0
-    try:
-        number = float(softcap)
-    except (TypeError, ValueError):
-        raise TypeError(f"attention: softcap is {softcap!r}; it must be a positive number or None") from None
-    if not (math.isfinite(number) and number > 0):
-        raise ValueError(f"attention: softcap is {number}; it must be positive and finite, None for no cap")
-    return number
-
-
-def _per_head(name: str, value: Any, heads: int) -> Array | None:
-    """One number per query head, in float64."""
-    if value is None:
-        return None
-    array = np.asarray(value)
-    if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
-        raise TypeError(f"attention: {name} has dtype {array.dtype}; it must be a real number per query head")
-    if array.shape != (heads,):
-        raise ValueError(f"attention: {name} has shape {array.shape}; it must be ({heads},), one per query head")
-    return np.ascontiguousarray(array, np.float64)
-
-
-def _broadcast(name: str, array: Array, shape: tuple[int, ...]) -> Array:
-    try:
-        return np.broadcast_to(array, shape)
-    except ValueError:
-        raise ValueError(
-            f"attention: {name} has shape {array.shape}, which does not broadcast to {shape}, the shape of the scores"
-        ) from None
-
-
-def _mask(mask: Any, shape: tuple[int, ...]) -> Array | None:
-    if mask is None:
-        return None
-    mask = np.asarray(mask)
-    if mask.dtype != np.bool_:
-        hint = "pass it as bias=" if mask.dtype.kind == "f" or mask.dtype.name == "bfloat16" else "pass mask != 0"
-        raise TypeError(f"attention: mask has dtype {mask.dtype}; it must be bool, True = may attend ({hint}?)")
-    return _broadcast("mask", mask.view(np.uint8), shape)
-
-
-def _bias(bias: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array | None:
-    if bias is None:
-        return None
-    bias = np.asarray(bias)
-    if bias.dtype.kind != "f" and bias.dtype.name != "bfloat16":
-        hint = "pass it as mask=" if bias.dtype == np.bool_ else "convert it with .astype(float)"
-        raise TypeError(f"attention: bias has dtype {bias.dtype}; it must be floating ({hint}?)")
-    return _broadcast("bias", _bias_in(bias, dtype), shape)
-
-
-def _check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    if not isinstance(out, np.ndarray):
-        raise TypeError(f"attention: out is a {type(out).__name__}; it must be a NumPy array")
-    if out.shape != shape or out.dtype != dtype:
-        raise ValueError(
-            f"attention: out has shape {out.shape} and dtype {out.dtype}; they must be {shape} and {dtype}"
-        )
-    if not out.flags.writeable:
-        raise ValueError("attention: out is read-only; pass a writable array")
-
-
-# ---- to four axes, and to the core ----
-
-
-def _fold(array: Array, n_tail: int) -> Array | None:
-    """A view with the axes before the last n_tail folded into one, or None if their strides do not allow it."""
-    n_lead = array.ndim - n_tail
-    if n_lead == 1:
-        return array
-    lead, strides, tail = array.shape[:n_lead], array.strides[:n_lead], array.shape[n_lead:]
-    axes = [(n, step) for n, step in zip(lead, strides, strict=True) if n != 1]
-    for (_, outer), (n, inner) in pairwise(axes):
-        if outer != n * inner:
-            return None
-    step = axes[-1][1] if axes else 0
-    return as_strided(array, (math.prod(lead), *tail), (step, *array.strides[n_lead:]))
-
-
-# Axes after the batch axes of each array that the core takes.
-_TAILS = {"q": 3, "k": 3, "v": 3, "out": 3, "mask": 3, "bias": 3, "weights": 3, "lse": 2, "lo": 1, "hi": 1, "start": 0}
-
-
-def _run(arrays: dict[str, Array], attend: Callable[..., None], options: dict[str, Any]) -> None:
-    """Calls the core once if the batch axes of all arrays fold, else for each index of the first batch axis."""
-    folded = {name: _fold(array, _TAILS[name]) for name, array in arrays.items()}
-    if any(array is None for array in folded.values()):
-        for index in range(arrays["out"].shape[0]):
-            _run({name: array[index] for name, array in arrays.items()}, attend, options)
-        return
-    tables = {name: array for name, array in folded.items() if name in ("lo", "hi", "start") and array is not None}
-    for name, table in tables.items():  # one row each if the items share them
-        shared = all(other.strides[0] == 0 for other in tables.values())
-        folded[name] = np.ascontiguousarray(table[:1] if shared else table)
-    attend(**folded, **options)
-
-
-def execute(
-    q: Array, k: Array, v: Array, out: Array, scale: float, threads: int, *, mask: Array | None = None,
-    bias: Array | None = None, keys: Structure | None = None, lse: Array | None = None,
-    weights: Array | None = None, **options: Any,
-) -> None:  # fmt: skip
-    """Computes into out (and lse, weights): checked arrays (..., H, L, width), batch axes that broadcast to out's.
-
-    mask, bias are broadcast to (..., Hq, L, S) already. Other options go to the core as they are: fill (score that
-    masked keys get instead of being excluded), softcap, sinks, slopes.
-    """
-    shape, lead = out.shape, out.shape[:-3]
-    if 0 in shape or k.shape[-2] == 0:
-        out[...] = 0
-        if lse is not None:
-            lse[...] = -np.inf
-        return
-    named = {"q": q, "k": k, "v": v, "out": out, "mask": mask, "bias": bias, "lse": lse, "weights": weights}
-    if keys is not None:
-        named |= {"lo": keys.lo, "hi": keys.hi, "start": keys.start if options.get("slopes") is not None else None}
-    arrays: dict[str, Array] = {}
-    for name, array in named.items():
-        if array is not None:
-            tail = array.shape[array.ndim - _TAILS[name] :]
-            full = array if array.shape == lead + tail else np.broadcast_to(array, lead + tail)
-            arrays[name] = full if lead else full[None]
-    core = config.core()
-    attend = core.attend if core is not None else reference.attend
-    _run(arrays, attend, {"scale": scale, "threads": threads, **options})
 
 
 @overload
@@ -368,69 +150,60 @@ def attention(
         result = core.attend_plain(q, k, v, scale, config.threads_for(num_threads, "attention"))
         if result is not None:
             return result  # type: ignore[no-any-return]
-    q, k, v = np.asarray(q), np.asarray(k), np.asarray(v)
-    for name, array in (("q", q), ("k", k), ("v", v)):
-        if array.ndim < 2:
-            raise ValueError(f"attention: {name} has shape {array.shape}; it needs at least two axes, (rows, width)")
-    no_head_axis = q.ndim == k.ndim == v.ndim == 2
-    compute, dtype = promoted("attention", q, k, v)
-    q, k, v = (array[None] if array.ndim == 2 else array for array in (q, k, v))
-    lead = _shapes(q, k, v)
-    heads, queries, keys = q.shape[-3], q.shape[-2], k.shape[-2]
-    threads, factor = config.threads_for(num_threads, "attention"), _scale(scale, q.shape[-1])
-    scores, shape = (*lead, heads, queries, keys), (*lead, heads, queries, v.shape[-1])
-    drop = 1 if no_head_axis else 0
-    mask, bias = _mask(mask, scores[drop:]), _bias(bias, scores[drop:], compute)
-    if drop:
-        mask, bias = mask if mask is None else mask[None], bias if bias is None else bias[None]
-    options = {
-        "softcap": _softcap(softcap), "sinks": _per_head("sinks", sinks, heads),
-        "slopes": _per_head("alibi_slopes", alibi_slopes, heads),
-    }  # fmt: skip
-    seen = structure(
-        lead, queries, keys, causal=causal, q_start=q_start, window=window, key_lengths=key_lengths,
-        prefix_lengths=prefix_lengths, segments=segments, alibi=alibi_slopes is not None,
+    call = prepare(
+        q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes,
+        num_threads=num_threads, causal=causal, q_start=q_start, window=window, key_lengths=key_lengths,
+        prefix_lengths=prefix_lengths, segments=segments,
     )  # fmt: skip
-    if seen.same_segment is not None:
-        same = np.broadcast_to(seen.same_segment, scores)
-        mask = same.view(np.uint8) if mask is None else mask & same
     if out is not None:
-        _check_out(out, shape[drop:], dtype)
-    lse = np.empty(shape[:-1], compute) if return_lse else None
-    weights = np.zeros(scores, compute) if return_weights else None
-    target = _target(out, shape, compute, (q, k, v, mask, bias))
-    execute(
-        _ready(q, compute), _ready(k, compute), _ready(v, compute), target, factor, threads, mask=mask, bias=bias,
-        keys=seen, lse=lse, weights=weights, **options,
+        _check_out(out, call.shape[call.drop :], call.dtype)
+    lse = np.empty(call.shape[:-1], call.compute) if return_lse else None
+    weights = np.zeros(call.scores, call.compute) if return_weights else None
+    target = _target(out, call)
+    attend(
+        call.q, call.k, call.v, target, call.scale, call.threads, mask=call.mask, lse=lse, weights=weights,
+        named=call.named(), **call.options,
     )  # fmt: skip
-    return _result(out, target, lse, weights, dtype, drop)
+    return _result(out, target, lse, weights, call)
 
 
-def _target(out: Array | None, shape: tuple[int, ...], dtype: np.dtype[Any], inputs: tuple[Array | None, ...]) -> Array:
+def _check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    if not isinstance(out, np.ndarray):
+        raise TypeError(f"attention: out is a {type(out).__name__}; it must be a NumPy array")
+    if out.shape != shape or out.dtype != dtype:
+        raise ValueError(
+            f"attention: out has shape {out.shape} and dtype {out.dtype}; they must be {shape} and {dtype}"
+        )
+    if not out.flags.writeable:
+        raise ValueError("attention: out is read-only; pass a writable array")
+
+
+def _target(out: Array | None, call: Call) -> Array:
     """Where the core writes: out itself if it can be written directly and holds no input, else a new array."""
+    inputs = (call.q, call.k, call.v, call.mask, call.bias)
     if (
         out is not None
-        and out.dtype == dtype
+        and out.dtype == call.compute
         and out.flags.aligned
         and (out.shape[-1] <= 1 or out.strides[-1] == out.itemsize)
         and not any(np.may_share_memory(out, array) for array in inputs if array is not None)
     ):
-        return out.reshape(shape) if out.shape == shape else out[None]
-    return np.empty(shape, dtype)
+        return out[None] if call.drop else out
+    return np.empty(call.shape, call.compute)
 
 
 def _result(
-    out: Array | None, target: Array, lse: Array | None, weights: Array | None, dtype: np.dtype[Any], drop: int
+    out: Array | None, target: Array, lse: Array | None, weights: Array | None, call: Call
 ) -> Array | AttentionResult:
     """The arrays in the caller's dtype and axes; without lse and weights the output alone."""
-    index = (0,) * drop
-    computed = target[index] if drop else target
+    index = (0,) * call.drop
+    computed = target[index] if call.drop else target
     if out is None:
-        out = computed.astype(dtype, copy=False)
+        out = computed.astype(call.dtype, copy=False)
     elif not np.may_share_memory(out, target):
         out[...] = computed
     if lse is None and weights is None:
         return out
     if weights is not None:
-        weights = weights[index].astype(dtype, copy=False)
+        weights = weights[index].astype(call.dtype, copy=False)
     return AttentionResult(out, lse if lse is None else lse[index], weights)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from . import config
-from .attention import _ready, execute, promoted
+from .call import attend, promoted, ready
 from .masks import positive_index
 
 Array = NDArray[Any]
@@ -21,7 +21,9 @@ Array = NDArray[Any]
 MASKED_SCORE = -1e9
 
 
-def _attend(function: str, Q: Array, K: Array, V: Array, d_k: Any, mask: ArrayLike | None) -> tuple[Array, Array]:
+def _self_attention(
+    function: str, Q: Array, K: Array, V: Array, d_k: Any, mask: ArrayLike | None
+) -> tuple[Array, Array]:
     """Output and weights of Q (..., L, d), K (..., S, d), V (..., S, d_v)."""
     shapes = f"Q has shape {Q.shape}, K {K.shape}, V {V.shape}"
     for name, array in (("Q", Q), ("K", K), ("V", V)):
@@ -46,8 +48,8 @@ def _attend(function: str, Q: Array, K: Array, V: Array, d_k: Any, mask: ArrayLi
     compute, dtype = promoted(function, Q, K, V)
     out, weights = np.empty((*scores[:-1], V.shape[-1]), compute), np.zeros(scores, compute)
     # The last axis of the batch, if any, takes the place of the heads; K and V may be broadcast along it.
-    q, k, v = (_with_heads(_ready(array, compute), lead) for array in (Q, K, V))
-    execute(
+    q, k, v = (_with_heads(ready(array, compute), lead) for array in (Q, K, V))
+    attend(
         q, k, v, _with_heads(out, lead), 1.0 / math.sqrt(scale), config.threads_for(None, function),
         mask=None if allowed is None else _with_heads(allowed, lead), weights=_with_heads(weights, lead),
         fill=MASKED_SCORE,
@@ -115,7 +117,7 @@ def self_attention(
     array([[1.  , 0.  ],
            [0.33, 0.67]])
     """
-    return _attend("self_attention", np.asarray(Q), np.asarray(K), np.asarray(V), d_k, mask)
+    return _self_attention("self_attention", np.asarray(Q), np.asarray(K), np.asarray(V), d_k, mask)
 
 
 def causal_attention(Q: ArrayLike, K: ArrayLike, V: ArrayLike, d_k: float) -> tuple[Array, Array]:
@@ -151,7 +153,7 @@ def causal_attention(Q: ArrayLike, K: ArrayLike, V: ArrayLike, d_k: float) -> tu
         raise ValueError(
             f"causal_attention: Q has shape {Q.shape}, K {K.shape}; they must have the same number of rows"
         )
-    return _attend("causal_attention", Q, K, V, d_k, np.tri(Q.shape[-2], dtype=bool))
+    return _self_attention("causal_attention", Q, K, V, d_k, np.tri(Q.shape[-2], dtype=bool))
 
 
 def multi_head_attention(
@@ -219,7 +221,7 @@ def multi_head_attention(
         for w, b in zip(weights[:3], biases[:3], strict=True)
     )
     concatenated = np.empty((*lead, length, num_heads, d_k), compute)
-    execute(
+    attend(
         q, k, v, concatenated.swapaxes(-2, -3), 1.0 / math.sqrt(d_k), config.threads_for(None, name), mask=allowed,
         fill=MASKED_SCORE,
     )  # fmt: skip

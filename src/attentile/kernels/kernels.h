@@ -87,6 +87,15 @@ typedef struct {
     /* row[j] *= exp2(chunk_max - m) / l: turns the weights of one chunk into final ones. */
     void (*rescale)(void* row, ptrdiff_t keys, double chunk_max, double m, double l);
 
+    /* Second pass with the logsumexp known (in units of log2(e), +inf for a row that does not count):
+     * st = weight = exp2(st - lse); entropy[r] -= weight * log2(weight); largest[r] = max(largest, weight);
+     * received[j] += sum of the weights over the rows. */
+    void (*measure)(void* st, ptrdiff_t keys, const void* lse, void* entropy, void* largest, void* received,
+                    int vectors);
+
+    /* Keeps the k largest of row[n] among those seen so far: values[k] descending, keys[k]; ties go to the lower key. */
+    void (*keep_top)(const void* row, ptrdiff_t n, ptrdiff_t first_key, ptrdiff_t k, void* values, ptrdiff_t* keys);
+
     /* Dependent-free FMAs for measuring the peak: 2 * lanes * at_peak_chains FLOPs per round. */
     double (*fma_peak)(ptrdiff_t rounds);
 } at_tiles;

@@ -1,0 +1,115 @@
+# Statistics of the weights without the matrix of weights: a second pass over the scores, with the logsumexp of each row
+# known, so that a chunk of scores becomes final weights at once and can be reduced and forgotten.
+#
+#     for each task = (batch, query head)                one thread: `received` has a single writer
+#         for each block of query rows, each chunk of keys that some row of it may see:
+#             scores -> weights, entropy, largest weight, weight received by each key      C tile
+#             rows of weights -> the k strongest keys, chosen rows                         if asked for
+#
+# Memory is O(L + S) per head: nothing here grows with L x S. Included by _core.pyx after _pass.pxi.
+
+# Where the results go; data is NULL for what was not asked for. [batch][head] and then:
+cdef struct Stats:
+    Strided lse                                 # [query] in, natural logarithm
+    Strided entropy, largest, received          # [query], [query], [key]
+    Strided top_weights                         # [query][k]
+    Strided top_keys                            # [query][k], Py_ssize_t
+    Strided rows                                # [chosen][key]
+    const Py_ssize_t *chosen                    # [query] -> index into rows, or -1
+    Py_ssize_t k
+    Job *job
+
+
+cdef void start_stats(const Job *job, const Stats *stats, Block *block, Shared *shared, Py_ssize_t b, Py_ssize_t head,
+                      Py_ssize_t i) noexcept nogil:
+    """lse in units of log2(e) into block.m; rows that do not count get +inf, which makes every weight 0."""
+    cdef size_t item = job.tiles.itemsize
+    cdef Py_ssize_t r
+    cdef double lse
+    fill_reals(block.m, item, block.pitch, INFINITY)
+    fill_reals(block.l, item, block.pitch, 0)                  # entropy
+    fill_reals(shared.alpha, item, block.pitch, 0)             # largest weight
+    for r in range(block.n_rows):
+        lse = real_at(at(&stats.lse, b, head, i + r), item)
+        if lse != -INFINITY:                                   # a row without keys has no weights
+            set_real(block.m + r * <Py_ssize_t> item, item, lse * LOG2E)
+
+
+cdef void keep_rows(const Job *job, const Stats *stats, Block *block, Shared *shared, char *line, Py_ssize_t b,
+                    Py_ssize_t head, Py_ssize_t i, Py_ssize_t key, Py_ssize_t n, char *st) noexcept nogil:
+    """The rows of a chunk of weights, one after the other: strongest keys and chosen rows. line: [rows][AT_CHUNK]."""
+    cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, r, place
+    for r in range(block.n_rows):
+        block.weight_rows[r] = line + r * AT_CHUNK * item
+    fill_reals(shared.unused, item, block.pitch, 1)
+    job.tiles.unpack(block.weight_rows, st, shared.unused, block.n_rows, block.vectors, n)
+    for r in range(block.n_rows):
+        if stats.top_weights.data != NULL:
+            job.tiles.keep_top(block.weight_rows[r], n, key, stats.k, at(&stats.top_weights, b, head, i + r),
+                               <Py_ssize_t *> at(&stats.top_keys, b, head, i + r))
+        if stats.rows.data != NULL:
+            place = stats.chosen[i + r]
+            if place >= 0:
+                memcpy(at(&stats.rows, b, head, place) + key * item, block.weight_rows[r], n * item)
+
+
+cdef void stats_task(void *stats_pointer, Py_ssize_t index, int slot) noexcept nogil:
+    cdef const Stats *stats = <const Stats *> stats_pointer
+    cdef const Job *job = stats.job
+    cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, heads = job.kv_heads * job.group
+    cdef Py_ssize_t b = index // heads, head = index % heads, i = 0, c, r, start, stop
+    cdef char *free_bytes = job.scratch + slot * job.scratch_per_slot
+    cdef char *st
+    cdef char *received = NULL
+    cdef Shared *shared = open_shared(job, &free_bytes)
+    cdef Block *block = <Block *> take(&free_bytes, sizeof(Block))
+    cdef char *line = free_bytes + job.block_bytes
+    cdef const char *k = at(&job.k, b, head // job.group, 0)
+    while i < job.queries:
+        open_block(job, block, free_bytes, b, head // job.group, head % job.group * job.queries + i)
+        block.n_rows = min(block.n_rows, job.queries - i)      # a block of the pass may run on into the next head
+        start_stats(job, stats, block, shared, b, head, i)
+        for c in range(block.lo // AT_CHUNK, chunks_before(block.hi)):
+            if not score_chunk(job, block, shared, k, c * AT_CHUNK, &start, &stop):
+                continue
+            st = shared.st + start * block.pitch * item
+            received = line + block_line_bytes(job)
+            fill_reals(received, item, stop - start, 0)
+            job.tiles.measure(st, stop - start, block.m, block.l, shared.alpha, received, block.vectors)
+            if stats.received.data != NULL:
+                add_reals(at(&stats.received, b, head, 0) + (c * AT_CHUNK + start) * item, received, item, stop - start)
+            if stats.top_weights.data != NULL or stats.rows.data != NULL:
+                keep_rows(job, stats, block, shared, line, b, head, i, c * AT_CHUNK + start, stop - start, st)
+        for r in range(block.n_rows):
+            if stats.entropy.data != NULL:
+                set_real(at(&stats.entropy, b, head, i + r), item, real_at(block.l + r * item, item) * LN2)
+            if stats.largest.data != NULL:
+                set_real(at(&stats.largest, b, head, i + r), item, real_at(shared.alpha + r * item, item))
+        i += block.n_rows
+
+
+cdef inline Py_ssize_t block_line_bytes(const Job *job) noexcept nogil:
+    return aligned(min(job.block_rows, max_pitch(job)) * AT_CHUNK * <Py_ssize_t> job.tiles.itemsize)
+
+
+cdef inline void add_reals(char *to, const char *values, size_t itemsize, Py_ssize_t n) noexcept nogil:
+    cdef Py_ssize_t i, item = <Py_ssize_t> itemsize
+    for i in range(n):
+        set_real(to + i * item, itemsize, real_at(to + i * item, itemsize) + real_at(values + i * item, itemsize))
+
+
+cdef int run_stats(Stats *stats, double scale, int threads) except -1 nogil:
+    cdef Job *job = stats.job
+    job.factor = scale * LOG2E
+    job.tasks = job.batch * job.kv_heads * job.group
+    job.blocks_per_task = 1
+    job.block_rows = job.tiles.max_vectors * job.tiles.lanes
+    threads = <int> min(<Py_ssize_t> threads, job.tasks)
+    size_scratch(job)
+    job.scratch_per_slot += block_line_bytes(job) + aligned(AT_CHUNK * <Py_ssize_t> job.tiles.itemsize)
+    job.scratch = <char *> at_scratch(threads * job.scratch_per_slot)
+    if job.scratch == NULL:
+        with gil:
+            raise MemoryError(f"attentile: no memory for {threads * job.scratch_per_slot} bytes of scratch")
+    at_pool_run(stats_task, stats, job.tasks, threads)
+    return 0
