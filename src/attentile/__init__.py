@@ -4,12 +4,15 @@ from .attention import AttentionResult, attention
 from .config import get_num_threads, num_threads, set_num_threads, show_config, use_backend
 from .masks import segment_ids
 from .positions import alibi_slopes, positional_encoding
+from .stats import AttentionStats, attention_stats
 from .textbook import causal_attention, multi_head_attention, self_attention
 
 __all__ = [
     "AttentionResult",
+    "AttentionStats",
     "alibi_slopes",
     "attention",
+    "attention_stats",
     "causal_attention",
     "get_num_threads",
     "multi_head_attention",

@@ -9,6 +9,14 @@ def attend(
     fill: float | None = None, softcap: float = 0, sinks: NDArray[Any] | None = None,
     slopes: NDArray[Any] | None = None, start: NDArray[Any] | None = None,
 ) -> None: ...  # fmt: skip
+def stats(
+    q: NDArray[Any], k: NDArray[Any], lse: NDArray[Any], scale: float, threads: int, *,
+    mask: NDArray[Any] | None = None, bias: NDArray[Any] | None = None, lo: NDArray[Any] | None = None,
+    hi: NDArray[Any] | None = None, softcap: float = 0, slopes: NDArray[Any] | None = None,
+    start: NDArray[Any] | None = None, entropy: NDArray[Any] | None = None, largest: NDArray[Any] | None = None,
+    received: NDArray[Any] | None = None, top_weights: NDArray[Any] | None = None,
+    top_keys: NDArray[Any] | None = None, rows: NDArray[Any] | None = None, chosen: NDArray[Any] | None = None,
+) -> None: ...  # fmt: skip
 def attend_plain(q: object, k: object, v: object, scale: object, threads: int) -> NDArray[Any] | None: ...
 def encode(out: NDArray[Any], first_position: float, ratio_high: float, ratio_low: float) -> None: ...
 def isas() -> dict[str, bool]: ...

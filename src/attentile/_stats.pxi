@@ -62,8 +62,8 @@ cdef void stats_task(void *stats_pointer, Py_ssize_t index, int slot) noexcept n
     cdef char *st
     cdef char *received = NULL
     cdef Shared *shared = open_shared(job, &free_bytes)
-    cdef Block *block = <Block *> take(&free_bytes, sizeof(Block))
     cdef char *line = free_bytes + job.block_bytes
+    cdef Block *block = <Block *> take(&free_bytes, sizeof(Block))
     cdef const char *k = at(&job.k, b, head // job.group, 0)
     while i < job.queries:
         open_block(job, block, free_bytes, b, head // job.group, head % job.group * job.queries + i)

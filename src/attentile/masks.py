@@ -50,7 +50,7 @@ def _per_item(name: str, value: Any, lead: tuple[int, ...]) -> Index:
     if array.dtype.kind not in "iu":
         raise TypeError(f"attention: {name} has dtype {array.dtype}; it must be an integer, or one per batch item")
     if array.dtype.kind == "u":
-        array = np.minimum(array, _FAR)  # must not wrap to negative ones
+        array = np.minimum(array.astype(np.uint64), np.uint64(_FAR))  # must not wrap to negative ones
     try:
         shape = np.broadcast_shapes(array.shape, lead)
     except ValueError:

@@ -236,3 +236,12 @@ def test_b86_slots_beyond_the_length_are_never_used(impl):
         k[item, :, length:] = v[item, :, length:] = np.nan
     poisoned: Array = attention(q, k, v, causal="lower_right", key_lengths=[4, 7, 2])
     assert_array_equal(poisoned, clean)
+
+
+@pytest.mark.parametrize("start", [[2, 5, 0], [-1, 7, 100]], ids=str)
+def test_b86_position_per_item(impl, start):
+    """Without key lengths, which would give every item intervals of its own anyway."""
+    q, k, v = qkv((3, 2, 2, 8), keys=8)
+    out = check(q, k, v, causal=True, q_start=start).out
+    for item, position in enumerate(start):
+        assert_same_row(impl, out[item], attention(q[item], k[item], v[item], causal=True, q_start=position))
