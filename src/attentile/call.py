@@ -222,8 +222,8 @@ def prepare(
     if keys.same_segment is not None:
         same = np.broadcast_to(keys.same_segment, scores)
         mask = same.view(np.uint8) if mask is None else mask & same
-    arrays = (ready(array, compute) for array in (q, k, v))
-    return Call(*arrays, lead, compute, dtype, drop, factor, threads, mask, bias, keys, options)
+    q, k, v = (ready(array, compute) for array in (q, k, v))
+    return Call(q, k, v, lead, compute, dtype, drop, factor, threads, mask, bias, keys, options)
 
 
 # ---- to four axes, and to the core ----
