@@ -59,8 +59,8 @@ def attention_stats(
         out and lse as `attention` gives them; entropy (..., Hq, L), of the weights in nats; max (..., Hq, L), the
         largest weight; top_weights and top_keys (..., Hq, L, top_k), descending, ties by the lower key, weight 0 and
         key -1 where a row sees fewer keys; received (..., Hq, S), the sum over the queries of the weight that each key
-        got (what cache eviction needs); rows (..., Hq, n, S). Rows without keys have 0 everywhere. With sinks the weights
-        are those of the keys, which sum to less than 1.
+        got (what cache eviction needs); rows (..., Hq, n, S). Rows without keys have 0 everywhere. With sinks the
+        weights are those of the keys, which sum to less than 1.
 
     Raises
     ------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -149,6 +150,78 @@ def test_b31_alignment_must_be_named(impl):
         attention(q, k, v, causal=True)
 
 
+# ---- B27, B29, B30: windows ----
+
+
+def test_b27_window_without_a_mask(impl):
+    q, k, v = qkv((2, 3, 20, 8))
+    results = []
+    for window in ((0, 3), (2, 2), (5, 1)):
+        result = check(q, k, v, window=window)
+        behind = np.subtract.outer(np.arange(20), np.arange(20))
+        seen = (-window[1] <= behind) & (behind <= window[0])
+        assert_array_equal(result.weights != 0, np.broadcast_to(seen, result.weights.shape))
+        masked = check(q, k, v, window=window, mask=np.ones((20, 20), bool))
+        assert_array_equal(masked.out, result.out)
+        results.append(result.out)
+    for one, other in itertools.combinations(results, 2):
+        assert np.abs(one - other).max() > 0.1
+
+
+def uniform(length: int) -> tuple[Array, Array, Array]:
+    """All scores are equal and each key's value is its own unit vector, so that the output is the weights."""
+    eye = np.eye(length, dtype=np.float32)
+    return np.zeros((1, length, 8), np.float32), normal(1, length, 8), eye[None]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("width", [1, 2, 5, 31, 32, 40])
+def test_b29_window_of_so_many_tokens(impl, width, causal):
+    """A window that counts the query's own token among its `width` ones is (width - 1, 0)."""
+    q, k, v = uniform(32)
+    result = attention(q, k, v, causal=causal, window=(width - 1, 0), return_weights=True)
+    counts = np.minimum(np.arange(32) + 1, width)
+    assert_array_equal((result.weights[0] != 0).sum(axis=-1), counts)
+    behind = np.subtract.outer(np.arange(32), np.arange(32))
+    expected = np.where((behind >= 0) & (behind < width), 1 / counts[:, None], 0)
+    assert_allclose(result.out[0], expected, rtol=1e-6, atol=0)
+    if width == 1:
+        assert_array_equal(result.out, v)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("left", "right"), [(0, 0), (4, 2), (0, 4)])
+def test_b29_both_sides_are_inclusive(impl, left, right, causal):
+    q, k, v = uniform(32)
+    weights = check(q, k, v, causal=causal, window=(left, right)).weights[0]
+    for i in range(32):
+        seen = [j for j in range(32) if -right <= i - j <= left and (j <= i or not causal)]
+        assert_array_equal(np.flatnonzero(weights[i]), seen)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_b30_no_window_and_windows_of_nothing(impl, causal):
+    q, k, v = qkv((1, 2, 20, 8))
+    plain = attention(q, k, v, causal=causal)
+    assert_array_equal(attention(q, k, v, causal=causal, window=None), plain)
+    assert_array_equal(attention(q, k, v, causal=causal, window=(None, None)), plain)
+    assert_array_equal(attention(q, k, v, causal=causal, window=(None, 0)), attention(q, k, v, causal=True))
+    assert_array_equal(attention(q, k, v, causal=causal, window=(0, 0)), v)
+    assert_array_equal(attention(q, k, v, causal=causal, window=(np.int64(0), np.int64(0))), v)
+
+
+@pytest.mark.parametrize("window", [0, -1, 5, np.int64(0)], ids=repr)
+def test_b30_one_number_is_refused(impl, window):
+    with pytest.raises(TypeError, match=r"window is .*it must be a pair \(left, right\)"):
+        attention(*qkv((1, 2, 5, 8)), causal=True, window=window)
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (0, -1), (-1, None)], ids=str)
+def test_b30_negative_sides_are_refused(impl, window):
+    with pytest.raises(ValueError, match="no side may be negative"):
+        attention(*qkv((1, 2, 5, 8)), causal=True, window=window)
+
+
 # ---- B33: broadcasting ----
 
 MASK_SHAPES = [
@@ -245,3 +318,36 @@ def test_b86_position_per_item(impl, start):
     out = check(q, k, v, causal=True, q_start=start).out
     for item, position in enumerate(start):
         assert_same_row(impl, out[item], attention(q[item], k[item], v[item], causal=True, q_start=position))
+
+
+# ---- B83, B88: windows while decoding ----
+
+
+@pytest.mark.parametrize("prefill", [6, 8, 9, 20])
+def test_b83_last_tokens_are_the_window(impl, prefill):
+    """Token t is tagged by the unit vector t; the newest of t tokens sees the last min(t, 8) tags, once each."""
+    q, k, v = uniform(24)
+    for tokens in range(prefill, prefill + 5):
+        rows = slice(0, tokens) if tokens == prefill else slice(tokens - 1, tokens)
+        options: dict[str, Any] = {"causal": True, "q_start": rows.start, "window": (7, 0)}
+        out = attention(q[:, rows], k[:, :tokens], v[:, :tokens], **options)
+        kept = min(tokens, 8)
+        expected = np.zeros(24)
+        expected[tokens - kept : tokens] = 1 / kept
+        assert_allclose(out[0, -1], expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("cache", ["growing", "fixed"])
+@pytest.mark.parametrize("placed", ["alignment", "q_start"])
+def test_b88_window_in_prefill_and_decode(impl, placed, cache):
+    q, k, v = qkv((2, 4, 12, 8), kv_heads=2)
+    whole = check(q, k, v, causal=True, window=(4, 0))
+    assert_array_equal((whole.weights != 0).sum(axis=-1)[0, 0], np.minimum(np.arange(12) + 1, 5))
+    for t in range(12):
+        options: dict[str, Any] = {"causal": "lower_right"} if placed == "alignment" else {"causal": True, "q_start": t}
+        keys = slice(0, t + 1)
+        if cache == "fixed":
+            keys, options["key_lengths"] = slice(None), t + 1
+        step = check(q[..., t : t + 1, :], k[..., keys, :], v[..., keys, :], window=(4, 0), **options)
+        assert_same_row(impl, step.out, whole.out[..., t : t + 1, :])
+        assert_array_equal((step.weights != 0).sum(axis=-1), min(t + 1, 5))

@@ -1,0 +1,101 @@
+"""What a mask or a score change costs: each form against its yardstick, in turns, one thread by default.
+
+    python benchmarks/costs.py [--threads N] [--rounds N] [--only NAME]
+
+A cost of 1.00 is free, below 1 the form saves work. The bar is what the project asks of itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import attentile as at
+
+rng = np.random.default_rng(0)
+
+
+@dataclass
+class Cost:
+    """Two calls whose times are compared."""
+
+    name: str
+    form: Callable[[], object]
+    yardstick: Callable[[], object]
+    bar: float
+
+
+def qkv(heads: int, length: int, width: int = 64) -> list[Any]:
+    return list(rng.standard_normal((3, 1, heads, length, width), dtype=np.float32))
+
+
+def weights_in_numpy(q: Any, k: Any, v: Any) -> object:
+    """The statistics of attention_stats from the returned weights."""
+    w = at.attention(q, k, v, return_weights=True).weights
+    with np.errstate(divide="ignore", invalid="ignore"):
+        entropy = -np.where(w > 0, w * np.log(w), 0).sum(axis=-1)
+    top = np.argpartition(-w, 8, axis=-1)[..., :8]
+    return entropy, w.max(axis=-1), np.take_along_axis(w, top, axis=-1), w.sum(axis=-2)
+
+
+def costs() -> list[Cost]:
+    """Every comparison: the mask and score forms, dense masks that say what a structural form says, statistics."""
+    x, heads, length = qkv(12, 1024), 12, 1024
+    y, long = qkv(1, 8192), 8192
+    z = qkv(1, 4096)
+    i, j = np.arange(length)[:, None], np.arange(length)
+    padding, band = np.broadcast_to(j < 600, (length, length)), (j <= i) & (j >= i - 100)
+    documents = at.segment_ids([512] * 16)
+
+    def run(arrays: list[Any], **options: Any) -> Callable[[], object]:
+        return lambda: at.attention(*arrays, **options)
+
+    return [
+        Cost("dense random mask / none", run(x, mask=rng.random((length, length)) < 0.5), run(x), 1.08),
+        Cost("dense float bias (H, L, S) / none", run(x, bias=rng.standard_normal((heads, length, length), np.float32)), run(x), 1.12),
+        Cost("dense float bias (L, S) / none", run(x, bias=rng.standard_normal((length, length), np.float32)), run(x), 1.12),
+        Cost("window 256 at 8192 / causal", run(y, causal=True, window=(255, None)), run(y, causal=True), 0.10),
+        Cost("dense causal mask / causal=True", run(x, mask=j <= i), run(x, causal=True), 1.15),
+        Cost("dense band mask / window", run(x, mask=band), run(x, causal=True, window=(100, None)), 1.15),
+        Cost("dense padding mask / key_lengths", run(x, mask=padding), run(x, key_lengths=600), 1.15),
+        Cost("16 segments in 8192 / one", run(y, segments=documents), run(y, segments=np.zeros(long, int)), 0.09),
+        Cost("softcap / none", run(x, softcap=30.0), run(x), 1.25),
+        Cost("sinks / none", run(x, sinks=np.ones(heads)), run(x), 1.02),
+        Cost("ALiBi / none", run(x, alibi_slopes=at.alibi_slopes(heads)), run(x), 1.05),
+        Cost("statistics / weights in NumPy, 4096", lambda: at.attention_stats(*z), lambda: weights_in_numpy(*z), 1 / 3),
+    ]  # fmt: skip
+
+
+def seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def measure(cost: Cost, rounds: int) -> float:
+    """Median over the rounds of form / yardstick, each pair timed one right after the other."""
+    cost.form(), cost.yardstick()
+    return statistics.median(seconds(cost.form) / seconds(cost.yardstick) for _ in range(rounds))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--only", default="", help="only the lines that contain this")
+    arguments = parser.parse_args()
+    print(f"{'cost of':40} {'measured':>8} {'bar':>6}")
+    with at.num_threads(arguments.threads):
+        for cost in costs():
+            if arguments.only in cost.name:
+                print(f"{cost.name:40} {measure(cost, arguments.rounds):8.3f} {cost.bar:6.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
