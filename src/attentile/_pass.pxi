@@ -37,12 +37,16 @@ cdef void score_run(const Job *job, Block *block, Shared *shared, const char *k,
     cdef const at_tiles *tiles = job.tiles
     cdef Py_ssize_t n = stop - start
     cdef char *st = shared.st + start * block.pitch * <Py_ssize_t> tiles.itemsize
+    cdef at_ahead ahead
     cdef int steps = (job.softcap != 0) + (job.bias.data != NULL) + (job.slopes != NULL) + (kind == MIXED)
     if kind == NONE:
         fill_reals(st, tiles.itemsize, n * block.pitch, -INFINITY)
         return
+    ahead.rows, ahead.n_rows = block.bias_rows, block.n_rows
+    ahead.offset, ahead.bytes = (chunk + start) * job.bias.column, n * job.bias.column
     tiles.scores[block.vectors - 1](st, shared.unused if steps else shared.top, block.qt,
-                                    k + (chunk + start) * job.k.row, job.k.row, job.width, n)
+                                    k + (chunk + start) * job.k.row, job.k.row, job.width, n,
+                                    &ahead if job.bias.column == <Py_ssize_t> tiles.itemsize else NULL)
     if job.softcap != 0:
         steps -= 1
         tiles.softcap(st, shared.unused if steps else shared.top, block.vectors, n, -2 / job.softcap,

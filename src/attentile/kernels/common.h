@@ -17,6 +17,12 @@
 #define UNROLL(n) PRAGMA(GCC unroll n)
 #endif
 
+/* The part of the rows that falls to keys j .. j + n of `keys`, into L2 while a tile computes. */
+INLINE void at_fetch(const at_ahead* ahead, ptrdiff_t j, ptrdiff_t n, ptrdiff_t keys) {
+    for (ptrdiff_t r = j * ahead->n_rows / keys; r < (j + n) * ahead->n_rows / keys; r++)
+        for (ptrdiff_t x = 0; x < ahead->bytes; x += 64) __builtin_prefetch(ahead->rows[r] + ahead->offset + x, 0, 2);
+}
+
 #define MAX_TILE 14 /* keys in the longest tile of any ISA */
 #define LOG2E 1.4426950408889634074
 

@@ -34,6 +34,13 @@
 #define AT_MAX_VECTORS 3 /* widest tile, in vectors of rows */
 #define AT_ALIGN 64
 
+/* Rows that the step after the scores will read: `bytes` from rows[r] + offset on. Their way from L3 or memory hides behind
+ * the scores, if it is spread over their tiles; as one burst it would not. */
+typedef struct {
+    const char* const* rows;
+    ptrdiff_t n_rows, offset, bytes;
+} at_ahead;
+
 /* The tiles of one element type on one instruction set. n = vectors * lanes is the row pitch of qt, st and ot. */
 typedef struct {
     size_t itemsize;
@@ -43,9 +50,10 @@ typedef struct {
     /* rows[r] (r < n_rows) -> qt[width][n] * factor; lanes from n_rows on become 0. */
     void (*pack)(void* qt, const char* const* rows, ptrdiff_t n_rows, int vectors, ptrdiff_t width, double factor);
 
-    /* st[j][n] for `keys` keys from k on; running_max[n] = max(running_max, st), NaN ignored. Index: vectors - 1. */
+    /* st[j][n] for `keys` keys from k on; running_max[n] = max(running_max, st), NaN ignored. Index: vectors - 1.
+     * ahead: what to fetch meanwhile, or NULL. */
     void (*scores[AT_MAX_VECTORS])(void* st, void* running_max, const void* qt, const char* k, ptrdiff_t k_stride,
-                                   ptrdiff_t width, ptrdiff_t keys);
+                                   ptrdiff_t width, ptrdiff_t keys, const at_ahead* ahead);
 
     /* st[j][r] += log2(e) * rows[r][j], finite bias staying finite; an infinite bias replaces the score. */
     void (*add_bias)(void* st, void* running_max, const char* const* rows, ptrdiff_t key_stride, ptrdiff_t n_rows,
