@@ -2,25 +2,32 @@
 
 from .attention import AttentionResult, attention
 from .config import get_num_threads, num_threads, set_num_threads, show_config, use_backend
+from .explain import Explanation, draw_mask, explain
 from .masks import segment_ids
-from .positions import alibi_slopes, positional_encoding
+from .positions import alibi_slopes, positional_encoding, relative_bias, t5_bias, t5_buckets
 from .stats import AttentionStats, attention_stats
 from .textbook import causal_attention, multi_head_attention, self_attention
 
 __all__ = [
     "AttentionResult",
     "AttentionStats",
+    "Explanation",
     "alibi_slopes",
     "attention",
     "attention_stats",
     "causal_attention",
+    "draw_mask",
+    "explain",
     "get_num_threads",
     "multi_head_attention",
     "num_threads",
     "positional_encoding",
+    "relative_bias",
     "segment_ids",
     "self_attention",
     "set_num_threads",
     "show_config",
+    "t5_bias",
+    "t5_buckets",
     "use_backend",
 ]

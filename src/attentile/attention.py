@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from . import config
 from .call import Call, attend, prepare
+from .reference import ScoreMod
 
 Array = NDArray[Any]
 Causal = bool | Literal["upper_left", "lower_right"]
@@ -30,7 +31,7 @@ def attention(
     causal: Causal = ..., q_start: ArrayLike | None = ..., window: Window = ..., key_lengths: ArrayLike | None = ...,
     prefix_lengths: ArrayLike | None = ..., segments: Segments = ..., scale: float | None = ...,
     softcap: float | None = ..., sinks: ArrayLike | None = ..., alibi_slopes: ArrayLike | None = ...,
-    return_lse: Literal[False] = ..., return_weights: Literal[False] = ...,
+    score_mod: ScoreMod | None = ..., return_lse: Literal[False] = ..., return_weights: Literal[False] = ...,
     out: Array | None = ..., num_threads: int | None = ...,
 ) -> Array: ...  # fmt: skip
 
@@ -41,7 +42,7 @@ def attention(
     causal: Causal = ..., q_start: ArrayLike | None = ..., window: Window = ..., key_lengths: ArrayLike | None = ...,
     prefix_lengths: ArrayLike | None = ..., segments: Segments = ..., scale: float | None = ...,
     softcap: float | None = ..., sinks: ArrayLike | None = ..., alibi_slopes: ArrayLike | None = ...,
-    return_lse: bool = ..., return_weights: bool = ...,
+    score_mod: ScoreMod | None = ..., return_lse: bool = ..., return_weights: bool = ...,
     out: Array | None = ..., num_threads: int | None = ...,
 ) -> Array | AttentionResult: ...  # fmt: skip
 
@@ -51,8 +52,8 @@ def attention(
     causal: Causal = False, q_start: ArrayLike | None = None, window: Window = None,
     key_lengths: ArrayLike | None = None, prefix_lengths: ArrayLike | None = None, segments: Segments = None,
     scale: float | None = None, softcap: float | None = None, sinks: ArrayLike | None = None,
-    alibi_slopes: ArrayLike | None = None, return_lse: bool = False, return_weights: bool = False,
-    out: Array | None = None, num_threads: int | None = None,
+    alibi_slopes: ArrayLike | None = None, score_mod: ScoreMod | None = None, return_lse: bool = False,
+    return_weights: bool = False, out: Array | None = None, num_threads: int | None = None,
 ) -> Array | AttentionResult:  # fmt: skip
     """Exact scaled dot-product attention, softmax(scale * q k^T + bias, over the allowed keys) v, in one fused pass.
 
@@ -103,6 +104,10 @@ def attention(
         A logit per query head that takes its share of the softmax and has no value; lse leaves it out.
     alibi_slopes : array_like of float, shape (Hq,), optional
         slope * |query position - key position| is subtracted from the scores (`alibi_slopes` gives the usual ones).
+    score_mod : callable, optional
+        For experiments: scores = score_mod(scores, b, h, i, j) after every other change and before the masks, on tiles
+        of a head's scores. b counts the batch items, i (rows, 1) and j (1, S) are the query and key indices. Runs in
+        NumPy, an order of magnitude slower than everything else.
     return_lse, return_weights : bool
         Also return the natural logarithm of the sum of exp of the scores, shape (..., Hq, L), and the softmax
         weights, shape (..., Hq, L, S).
@@ -145,7 +150,8 @@ def attention(
     core = config.active
     plain = mask is None and bias is None and causal is False and q_start is None and window is None
     plain = plain and key_lengths is None and prefix_lengths is None and segments is None and softcap is None
-    plain = plain and sinks is None and alibi_slopes is None and out is None and not return_lse and not return_weights
+    plain = plain and sinks is None and alibi_slopes is None and score_mod is None and out is None
+    plain = plain and not return_lse and not return_weights
     if plain and core is not None:
         result = core.attend_plain(q, k, v, scale, config.threads_for(num_threads, "attention"))
         if result is not None:
@@ -153,7 +159,7 @@ def attention(
     call = prepare(
         q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes,
         num_threads=num_threads, causal=causal, q_start=q_start, window=window, key_lengths=key_lengths,
-        prefix_lengths=prefix_lengths, segments=segments,
+        prefix_lengths=prefix_lengths, segments=segments, score_mod=score_mod,
     )  # fmt: skip
     if out is not None:
         _check_out(out, call.shape[call.drop :], call.dtype)
@@ -183,6 +189,7 @@ def _target(out: Array | None, call: Call) -> Array:
     inputs = (call.q, call.k, call.v, call.mask, call.bias)
     if (
         out is not None
+        and call.options.get("score_mod") is None
         and out.dtype == call.compute
         and out.flags.aligned
         and (out.shape[-1] <= 1 or out.strides[-1] == out.itemsize)

@@ -198,7 +198,7 @@ class Call:
 
 def prepare(
     q: Any, k: Any, v: Any, *, mask: Any, bias: Any, scale: Any, softcap: Any, sinks: Any, alibi_slopes: Any,
-    num_threads: Any, **structural: Any,
+    num_threads: Any, score_mod: Any = None, **structural: Any,
 ) -> Call:  # fmt: skip
     """Checks the arguments of attention() and settles dtypes and axes. structural: as masks.structure takes them."""
     q, k, v = np.asarray(q), np.asarray(k), np.asarray(v)
@@ -214,10 +214,16 @@ def prepare(
     mask, bias = _mask(mask, scores[drop:]), _bias(bias, scores[drop:], compute)
     if drop:
         mask, bias = mask if mask is None else mask[None], bias if bias is None else bias[None]
-    options = {
+    options: dict[str, Any] = {
         "softcap": _softcap(softcap), "sinks": _per_head("sinks", sinks, heads),
         "slopes": _per_head("alibi_slopes", alibi_slopes, heads),
     }  # fmt: skip
+    if score_mod is not None:
+        if not callable(score_mod):
+            raise TypeError(
+                f"attention: score_mod is {score_mod!r}; it must be a callable (scores, b, h, i, j) -> scores"
+            )
+        options["score_mod"] = score_mod
     keys = structure(lead, q.shape[-2], k.shape[-2], alibi=alibi_slopes is not None, **structural)
     if keys.same_segment is not None:
         same = np.broadcast_to(keys.same_segment, scores)
@@ -275,9 +281,10 @@ def execute(
             full = array if array.shape == lead + tail else np.broadcast_to(array, lead + tail)
             arrays[key] = full if lead else full[None]
     core = config.core()
-    _run(
-        arrays, getattr(core if core is not None else reference, name), {"scale": scale, "threads": threads, **options}
-    )
+    if options.get("score_mod") is not None:  # Python per tile: the twin's work; b must count through all items
+        arrays, core = {key: np.ascontiguousarray(array) for key, array in arrays.items()}, None
+    function = getattr(core if core is not None else reference, name)
+    _run(arrays, function, {"scale": scale, "threads": threads, **options})
 
 
 def attend(

@@ -1,8 +1,8 @@
 """The same attention in plain NumPy: the fallback without the compiled core, and the oracle of its tests.
 
-One (batch, head) slice at a time, so the scores take L x S numbers and no more:
+One (batch, head) slice and TILE_ROWS queries at a time, so the scores take TILE_ROWS x S numbers and no more:
 
-    1. scores   s = scale * q k^T (+ bias)
+    1. scores   s = scale * q k^T, then softcap, bias, ALiBi, score_mod
     2. mask     not allowed -> -inf, or `fill` (the textbook's -1e9)
     3. softmax  p = exp(s - max) / sum
     4. values   out = p v, in which a value that a row may not see is left out, even if it is NaN or Inf
@@ -10,23 +10,76 @@ One (batch, head) slice at a time, so the scores take L x S numbers and no more:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
+# (scores, b, h, i, j) -> scores: i (rows, 1) and j (1, S) are the indices of the tile's queries and keys.
+ScoreMod = Callable[[Array, int, int, Array, Array], Array]
 
 
-def _allowed(b: int, h: int, shape: tuple[int, int], lo: Array | None, hi: Array | None, mask: Array | None) -> Array:
-    """Which keys (columns) each query (row) may see, before the bias is looked at."""
-    allowed = np.ones(shape, bool)
-    if lo is not None and hi is not None:
-        item, j = min(b, len(lo) - 1), np.arange(shape[1])
-        allowed &= (j >= lo[item, :, None]) & (j < hi[item, :, None])
-    if mask is not None:
-        allowed &= mask[b, h] != 0
-    return allowed
+TILE_ROWS = 256
+
+
+@dataclass
+class _Scores:
+    """What decides the scores of one call, by the names of the core's arguments."""
+
+    q: Array
+    k: Array
+    scale: float
+    mask: Array | None
+    bias: Array | None
+    lo: Array | None
+    hi: Array | None
+    softcap: float
+    slopes: Array | None
+    start: Array | None
+    score_mod: ScoreMod | None = None
+
+    def allowed(self, b: int, h: int, rows: slice) -> Array:
+        """Which keys (columns) the queries (rows) may see, before the bias is looked at."""
+        j = np.arange(self.k.shape[2])
+        allowed = np.ones((len(range(*rows.indices(self.q.shape[2]))), j.size), bool)
+        if self.lo is not None and self.hi is not None:
+            item = min(b, len(self.lo) - 1)
+            allowed &= (j >= self.lo[item, rows, None]) & (j < self.hi[item, rows, None])
+        if self.mask is not None:
+            allowed &= self.mask[b, h, rows] != 0
+        return allowed
+
+    def tile(self, b: int, h: int, rows: slice) -> tuple[Array, Array]:
+        """Final scores of some queries of one head, and which of them are allowed."""
+        real, group = self.q.dtype.type, self.q.shape[1] // self.k.shape[1]
+        i, j = np.arange(self.q.shape[2])[rows, None], np.arange(self.k.shape[2])[None]
+        allowed = self.allowed(b, h, rows)
+        with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+            scores = (self.q[b, h, rows] * real(self.scale)) @ self.k[b, h // group].T
+            if self.softcap:
+                scores = np.tanh(scores / real(self.softcap)) * real(self.softcap)
+            if self.bias is not None:
+                allowed &= self.bias[b, h, rows] != -np.inf
+                scores = scores + self.bias[b, h, rows]
+            if self.slopes is not None and self.start is not None:
+                distance = np.abs(self.start[min(b, len(self.start) - 1)] + i - j).astype(self.q.dtype)
+                scores = scores - real(self.slopes[h]) * distance
+        if self.score_mod is not None:
+            scores = _modified(self.score_mod, scores, b, h, i, j)
+        return scores, allowed
+
+
+def _modified(score_mod: ScoreMod, scores: Array, b: int, h: int, i: Array, j: Array) -> Array:
+    changed = np.asarray(score_mod(scores, b, h, i, j))
+    if changed.shape != scores.shape or changed.dtype.kind != "f":
+        raise ValueError(
+            f"attention: score_mod returned shape {changed.shape} and dtype {changed.dtype} for scores {scores.shape}; "
+            "it must return floating scores of the same shape"
+        )
+    return changed.astype(scores.dtype, copy=False)
 
 
 def _softmax(scores: Array, allowed: Array) -> tuple[Array, Array]:
@@ -52,48 +105,29 @@ def _values(weights: Array, v: Array, allowed: Array) -> Array:
     return out
 
 
-def _final_scores(
-    b: int, h: int, q: Array, k: Array, scale: float, mask: Array | None, bias: Array | None, lo: Array | None,
-    hi: Array | None, softcap: float, slopes: Array | None, start: Array | None,
-) -> tuple[Array, Array]:  # fmt: skip
-    """Scores of one (batch, head) slice after every change, and which of them are allowed."""
-    group = q.shape[1] // k.shape[1]
-    allowed = _allowed(b, h, (q.shape[2], k.shape[2]), lo, hi, mask)
-    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-        scores = (q[b, h] * q.dtype.type(scale)) @ k[b, h // group].T
-        if softcap:
-            scores = np.tanh(scores / q.dtype.type(softcap)) * q.dtype.type(softcap)
-        if bias is not None:
-            allowed &= bias[b, h] != -np.inf
-            scores = scores + bias[b, h]
-        if slopes is not None and start is not None:
-            position = start[min(b, len(start) - 1)] + np.arange(q.shape[2])
-            distance = np.abs(position[:, None] - np.arange(k.shape[2])).astype(q.dtype)
-            scores = scores - q.dtype.type(slopes[h]) * distance
-    return scores, allowed
-
-
 def attend(
     q: Array, k: Array, v: Array, out: Array, *, scale: float, threads: int, mask: Array | None = None,
     bias: Array | None = None, lo: Array | None = None, hi: Array | None = None, lse: Array | None = None,
     weights: Array | None = None, fill: float | None = None, softcap: float = 0, sinks: Array | None = None,
-    slopes: Array | None = None, start: Array | None = None,
+    slopes: Array | None = None, start: Array | None = None, score_mod: ScoreMod | None = None,
 ) -> None:  # fmt: skip
     """The pass over non-empty 4-D arrays, with the arguments of the compiled one (_core.attend); threads is unused."""
+    source = _Scores(q, k, scale, mask, bias, lo, hi, softcap, slopes, start, score_mod)
     group = q.shape[1] // k.shape[1]
-    for b, h in np.ndindex(q.shape[:2]):
-        scores, allowed = _final_scores(b, h, q, k, scale, mask, bias, lo, hi, softcap, slopes, start)
+    for b, h, tile in np.ndindex(*q.shape[:2], -(-q.shape[2] // TILE_ROWS)):
+        rows = slice(tile * TILE_ROWS, (tile + 1) * TILE_ROWS)
+        scores, allowed = source.tile(b, h, rows)
         if fill is not None:
             scores, allowed = np.where(allowed, scores, scores.dtype.type(fill)), np.ones_like(allowed)
         p, row_lse = _softmax(scores, allowed)
         if sinks is not None:
             with np.errstate(over="ignore"):  # exp -> inf: the sink takes all
                 p = (p / (1 + np.exp(sinks[h] - row_lse.astype(np.float64)))[:, None]).astype(q.dtype)
-        out[b, h] = _values(p, v[b, h // group], allowed)
+        out[b, h, rows] = _values(p, v[b, h // group], allowed)
         if lse is not None:
-            lse[b, h] = row_lse
+            lse[b, h, rows] = row_lse
         if weights is not None:
-            weights[b, h] = p
+            weights[b, h, rows] = p
 
 
 def stats(
@@ -104,22 +138,24 @@ def stats(
     top_keys: Array | None = None, rows: Array | None = None, chosen: Array | None = None,
 ) -> None:  # fmt: skip
     """Statistics of the weights, with the arguments of _core.stats."""
-    for b, h in np.ndindex(q.shape[:2]):
-        scores, allowed = _final_scores(b, h, q, k, scale, mask, bias, lo, hi, softcap, slopes, start)
+    source = _Scores(q, k, scale, mask, bias, lo, hi, softcap, slopes, start)
+    for b, h, tile in np.ndindex(*q.shape[:2], -(-q.shape[2] // TILE_ROWS)):
+        part = slice(tile * TILE_ROWS, (tile + 1) * TILE_ROWS)
+        scores, allowed = source.tile(b, h, part)
+        total = lse[b, h, part, None]
         with np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore"):
-            p = np.where(allowed, np.exp(scores - np.where(np.isneginf(lse[b, h]), 0, lse[b, h])[:, None]), 0)
+            p = np.where(allowed, np.exp(scores - np.where(np.isneginf(total), 0, total)), 0)
             if entropy is not None:
-                entropy[b, h] = -np.where(p > 0, p * np.log(p), p).sum(axis=-1)
+                entropy[b, h, part] = -np.where(p > 0, p * np.log(p), p).sum(axis=-1)
         if largest is not None:
-            largest[b, h] = p.max(axis=-1)
+            largest[b, h, part] = p.max(axis=-1)
         if received is not None:
-            received[b, h] = p.sum(axis=0)
+            received[b, h] += p.sum(axis=0)
         if top_weights is not None and top_keys is not None:
             order = np.argsort(-p, axis=-1, kind="stable")[:, : top_keys.shape[-1]]
             best = np.take_along_axis(p, order, axis=-1)
-            top_weights[b, h, :, : order.shape[1]], top_keys[b, h, :, : order.shape[1]] = (
-                best,
-                np.where(best > 0, order, -1),
-            )
+            top_weights[b, h, part, : order.shape[1]] = best
+            top_keys[b, h, part, : order.shape[1]] = np.where(best > 0, order, -1)
         if rows is not None and chosen is not None:
-            rows[b, h] = p[np.argsort(np.where(chosen < 0, len(chosen), chosen), kind="stable")[: rows.shape[2]]]
+            place = chosen[part]
+            rows[b, h, place[place >= 0]] = p[place >= 0]

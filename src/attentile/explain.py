@@ -1,0 +1,616 @@
+"""What a call of attention() will do and why, without computing it; and a drawing of which keys a query sees.
+
+The arguments go through the checks and conversions of attention() itself, and its way to the core is followed with a
+recorder in the core's place, so what is told is what happens. How the rows are cut into blocks and tasks, and which
+keys are skipped, repeats _blocks.pxi and score_chunk() of _pass.pxi; the tests hold both sides together.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from . import config
+from .attention import Causal, Segments, Window, _check_out, _target
+from .call import Call, _run, prepare
+from .masks import Structure, positive_index, structure
+
+Array = NDArray[Any]
+
+# Rows per vector (float32, float64) of each instruction set: mirrors `lanes` of the kernels' tables (kernels/*.c).
+LANES = {"avx512": (16, 8), "avx2": (8, 4), "neon": (4, 2), "generic": (4, 2)}
+# Mirrors of kernels.h (AT_MAX_VECTORS, AT_CHUNK, AT_WORD) and of _blocks.pxi.
+VECTORS, CHUNK, WORD = 3, 256, 32
+MAX_BLOCKS, TASK_ROWS, TASKS_PER_THREAD, SERIAL_FLOPS = 8, 192, 8, 4e6
+
+_DEFAULTS: dict[str, Any] = {
+    "mask": None, "bias": None, "causal": False, "q_start": None, "window": None, "key_lengths": None,
+    "prefix_lengths": None, "segments": None, "scale": None, "softcap": None, "sinks": None, "alibi_slopes": None,
+    "return_lse": False, "return_weights": False, "out": None, "num_threads": None,
+}  # fmt: skip
+_TEXT_CELLS, _PICTURE_CELLS = 64, 1024
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What explain() found. `print` it for a report; the fields are for programs and tests."""
+
+    path: str  # "plain express lane", "general" or "NumPy"
+    why_path: str
+    isa: str
+    compute: np.dtype[Any]  # of the arithmetic
+    dtype: np.dtype[Any]  # of the result
+    shapes: str
+    threads: int  # that will work, at most
+    core_calls: int
+    lanes: int  # rows per vector; 0 with NumPy, as the next ones
+    block_rows: int  # rows per block, at most
+    blocks: int
+    tasks: int
+    lane_use: float  # rows / lanes that are computed, 0 to 1
+    chunks: int  # pairs of a block of rows and a chunk of 256 keys
+    chunks_visited: int
+    useful_flops: int  # of the pairs of a query and a key that it sees
+    executed_flops: int  # of the keys that are computed, in whole vectors of rows
+    output_bytes: int
+    copies: dict[str, str]  # argument: why it is copied
+    notes: tuple[str, ...]
+
+    @property
+    def visited_percent(self) -> float:
+        return 100 * self.chunks_visited / self.chunks if self.chunks else 0.0
+
+    @property
+    def skipped_percent(self) -> float:
+        return 100 - self.visited_percent if self.chunks else 0.0
+
+    def __str__(self) -> str:
+        path = self.path if self.path == "NumPy" else f"{self.path}{'' if 'lane' in self.path else ' path'}, {self.isa}"
+        kinds = f"{self.compute} arithmetic, {self.dtype} result"
+        threads = f"{self.threads} thread{'s' * (self.threads != 1)}"
+        lines = [f"attention: {path}, {kinds}, {threads}"]
+        rows = [("path", self.why_path), ("shapes", self.shapes)]
+        if self.lanes:
+            rows.append(
+                ("rows", f"{self.blocks} blocks of up to {self.block_rows} rows ({self.lanes} per vector), "
+                 f"{self.tasks} tasks, {100 * self.lane_use:.0f} % of the lanes used")
+            )  # fmt: skip
+            rows.append(
+                ("keys", f"{self.chunks} chunks of {CHUNK} keys x blocks: {self.visited_percent:.1f} % visited, "
+                 f"{self.skipped_percent:.1f} % skipped")
+            )  # fmt: skip
+        rows.append(("work", f"useful {_flops(self.useful_flops)}, executed {_flops(self.executed_flops)}"))
+        rows.append(("output", _bytes(self.output_bytes)))
+        rows += [("copy", f"{name}: {why}") for name, why in self.copies.items()] or [("copies", "none")]
+        rows += [("note", note) for note in self.notes]
+        return "\n".join(lines + [f"  {name:8}{text}" for name, text in rows])
+
+
+def explain(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -> Explanation:
+    """Tell what `attention(q, k, v, **options)` will do and why a faster path is not taken, without computing it.
+
+    The arguments are checked, and converted where attention() would convert them; a dense mask or bias is read once.
+
+    Parameters
+    ----------
+    q, k, v : array_like
+        As in `attention`, shapes (..., Hq, L, D), (..., Hkv, S, D), (..., Hkv, S, Dv).
+    **options
+        Every option of `attention`. An `out` is not written.
+
+    Returns
+    -------
+    Explanation
+        Its text (`print`) and fields: path, instruction set, dtypes, threads, blocks of rows, chunks of 256 keys that
+        are visited and skipped, FLOPs, bytes of the output, copies and notes. A chunk is visited for a block of rows
+        if intervals and mask let some row see some key of it; the -inf of a bias exclude keys but skip nothing. FLOPs
+        are 2 (D + Dv) for a pair of a query and a key: `useful_flops` counts the pairs that are allowed,
+        `executed_flops` what the kernels run (without exp and masks, and without a rare second visit on NaN).
+
+    Raises
+    ------
+    TypeError, ValueError
+        Whatever `attention` refuses, with its message, and an option that it does not have.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from attentile import explain
+    >>> x = np.zeros((1, 2, 1024, 64), np.float32)
+    >>> report = explain(x, x, x, mask=np.tri(1024, dtype=bool))
+    >>> report.useful_flops == 2 * (1024 * 1025 // 2) * 2 * (64 + 64)  # heads, pairs, width
+    True
+    >>> print(report.notes[0])
+    mask is dense and says causal=True: give that instead, and no (L, S) array is read
+    """
+    unknown = options.keys() - _DEFAULTS.keys()
+    if unknown:
+        raise TypeError(f"explain: unexpected keyword argument {min(unknown)!r}; attention() has {', '.join(_DEFAULTS)}")
+    chosen = {**_DEFAULTS, **options}
+    given: dict[str, Any] = {"q": q, "k": k, "v": v, "mask": chosen["mask"], "bias": chosen["bias"]}
+    arrays = {name: None if value is None else np.asarray(value) for name, value in given.items()}
+    rest = {name: chosen[name] for name in _DEFAULTS if name not in ("out", "mask", "bias") and "return" not in name}
+    call = prepare(*(arrays.pop(name) for name in "qkv"), **arrays, **rest)
+    path, why = _path(given, chosen)
+    count = _count(call, chosen["out"])
+    copies = _copies(given, call)
+    if chosen["out"] is not None:
+        copies.update(_out_copy(chosen["out"], call))
+    wide = path != "NumPy"
+    dense = 2 * math.prod(call.scores) * (call.q.shape[-1] + call.v.shape[-1])
+    return Explanation(
+        path, why, config.active.get_isa() if config.active is not None else "none (NumPy)", call.compute, call.dtype,
+        f"q {np.shape(q)}, k {np.shape(k)}, v {np.shape(v)} -> {call.shape[call.drop :]}", count.threads, count.calls,
+        count.lanes, VECTORS * count.lanes, count.blocks, count.tasks, count.rows / max(count.pitches, 1),
+        count.chunks if wide else 0, count.visited if wide else 0, count.useful, count.executed if wide else dense,
+        _output_bytes(call, chosen), copies, tuple(_notes(call, chosen, count)),
+    )  # fmt: skip
+
+
+# ---- the way to the core ----
+
+
+def _path(given: dict[str, Any], options: dict[str, Any]) -> tuple[str, str]:
+    """(path, why): the conditions of attention() and of attend_plain() of the core, in their order."""
+    if config.active is None:
+        return "NumPy", f"{config.show_config(as_dict=True)['backend_why']}; no compiled kernels"  # type: ignore[index]
+    special = [name for name in _DEFAULTS if name not in ("scale", "num_threads")]
+    special = [name for name in special if options[name] is not _DEFAULTS[name]]
+    special = [name for name in special if "return" not in name or options[name]]
+    if special:
+        return "general", f"{', '.join(f'{name}=' for name in special)} given"
+    why = _why_not_plain(given["q"], given["k"], given["v"], options["scale"])
+    return ("general", why) if why else ("plain express lane", "three native arrays (B, H, L, D) and no option")
+
+
+def _why_not_plain(q: Any, k: Any, v: Any, scale: Any) -> str:
+    if any(type(array) is not np.ndarray for array in (q, k, v)):
+        return "q, k, v are not all plain NumPy arrays"
+    kinds = [array.dtype for array in (q, k, v)]
+    if kinds[0] not in (np.float32, np.float64) or any(kind is not np.dtype(kinds[0].type) for kind in kinds):
+        return f"dtypes {', '.join(map(str, kinds))}: not all float32 or all float64 in native byte order"
+    if any(array.ndim != 4 for array in (q, k, v)):
+        return "q, k, v do not all have four axes"
+    if scale is not None and type(scale) is not float:
+        return f"scale is a {type(scale).__name__}, not a float"
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        return "the batch axes broadcast"
+    if 0 in (*q.shape, *k.shape, *v.shape):
+        return "an axis is empty"
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        if array.shape[3] > 1 and array.strides[3] != array.itemsize:
+            return f"{name}: last axis not contiguous"
+        if any(number % array.itemsize for number in (array.ctypes.data, *array.strides[:3])):
+            return f"{name}: not aligned"
+    return ""
+
+
+def _copies(given: dict[str, Any], call: Call) -> dict[str, str]:
+    """Which arguments are copied before any work, and why."""
+    found = {}
+    for name, value in given.items():
+        used = getattr(call, name)
+        if value is None or used is None or used.size == 0:
+            continue
+        array = np.asarray(value)
+        reasons = []
+        if not isinstance(value, np.ndarray) and not np.may_share_memory(array, np.asarray(value)):
+            reasons.append(f"an array is made from a {type(value).__name__}")
+        if name == "mask":
+            if call.keys.same_segment is not None:
+                reasons.append(f"combined with the segments, {_bytes(used.nbytes)}")
+        elif array.dtype != call.compute:
+            swapped = array.dtype.newbyteorder("=") == call.compute
+            what = "its bytes are swapped" if swapped else f"{array.dtype} is converted to {call.compute}"
+            reasons.append(f"{what} as a whole, {_bytes(array.size * call.compute.itemsize)}")
+        elif not array.flags.aligned:
+            reasons.append(f"not aligned, {_bytes(array.nbytes)}")
+        elif name != "bias" and array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
+            reasons.append(f"last axis not contiguous, {_bytes(array.nbytes)}")
+        if reasons:
+            found[name] = "; ".join(reasons)
+    return found
+
+
+def _out_copy(out: Any, call: Call) -> dict[str, str]:
+    """Whether the core cannot write into out directly, so that a new array is filled and copied."""
+    _check_out(out, call.shape[call.drop :], call.dtype)
+    if out.size == 0 or np.may_share_memory(_target(out, call), out):
+        return {}
+    if out.dtype != call.compute:
+        why = f"computed in {call.compute}"
+    elif not out.flags.aligned:
+        why = "not aligned"
+    elif out.shape[-1] > 1 and out.strides[-1] != out.itemsize:
+        why = "last axis not contiguous"
+    else:
+        why = "it overlaps an input"
+    return {"out": f"{why}; a new array of {_bytes(math.prod(call.shape) * call.compute.itemsize)} is copied into it"}
+
+
+def _output_bytes(call: Call, options: dict[str, Any]) -> int:
+    total = math.prod(call.shape) * call.dtype.itemsize
+    if options["return_lse"]:
+        total += math.prod(call.shape[:-1]) * call.compute.itemsize
+    return total + (math.prod(call.scores) * call.dtype.itemsize if options["return_weights"] else 0)
+
+
+# ---- counting what the core will do ----
+
+
+@dataclass
+class _Count:
+    """Sums over the calls of the core."""
+
+    asked: int  # threads
+    lanes: int
+    calls: int = 0
+    threads: int = 1
+    serial: bool = False  # too little work for a second thread
+    blocks: int = 0
+    tasks: int = 0
+    rows: int = 0
+    pitches: int = 0  # rows in whole vectors
+    chunks: int = 0
+    visited: int = 0
+    idle: int = 0  # visited chunks of which only the bias excludes every key
+    useful: int = 0
+    executed: int = 0
+    bias_is_mask: bool = True  # nothing but 0 and -inf
+    bias_excludes: bool = False
+
+
+def _count(call: Call, out: Any) -> _Count:
+    """Follows call.execute() with a recorder in the place of the core."""
+    isa = config.active.get_isa() if config.active is not None else None
+    lanes = LANES.get(isa, LANES["generic"])[call.compute.itemsize == 8] if isa is not None else 0
+    count = _Count(call.threads, lanes)
+    if 0 in call.shape or call.k.shape[-2] == 0:
+        return count
+    arrays = {}
+    named = {**call.named(), "v": call.v}
+    if out is not None:
+        _check_out(out, call.shape[call.drop :], call.dtype)
+        named["out"] = _target(out, call)
+    tails = {"lo": 1, "hi": 1, "start": 0}
+    for name, array in named.items():
+        if array is not None:
+            tail = array.shape[array.ndim - tails.get(name, 3) :]
+            full = np.broadcast_to(array, call.lead + tail)
+            arrays[name] = full if call.lead else full[None]
+    _run(arrays, lambda **folded: _count_call(count, **folded), {})
+    return count
+
+
+def _count_call(
+    count: _Count, q: Array, k: Array, v: Array, mask: Array | None = None, bias: Array | None = None,
+    lo: Array | None = None, hi: Array | None = None, **_: Any,
+) -> None:  # fmt: skip
+    """One call of the core: division as divide() and run_job() do it, then each block of rows that differs."""
+    (batch, heads, queries, width), kv_heads, keys = q.shape, k.shape[1], k.shape[2]
+    group = heads // kv_heads
+    rows, block_rows = group * queries, max(VECTORS * count.lanes, 1) if count.lanes else VECTORS * 16
+    _divide(count, batch * kv_heads, rows, block_rows, 2.0 * batch * heads * queries * keys * (width + v.shape[3]))
+    # Items and heads that share intervals, mask and bias are counted once.
+    same_items = (lo is None or len(lo) == 1) and all(a is None or a.strides[0] == 0 or batch == 1 for a in (mask, bias))
+    same_heads = all(a is None or a.strides[1] == 0 for a in (mask, bias))
+    times = (batch if same_items else 1) * (kv_heads if same_heads else 1)
+    for b, h in np.ndindex(1 if same_items else batch, 1 if same_heads else kv_heads):
+        for start in range(0, rows, block_rows):
+            row = np.arange(start, min(start + block_rows, rows))
+            head, i = h * group + row // queries, row % queries
+            item = min(b, len(lo) - 1) if lo is not None else 0
+            row_lo = np.zeros(row.size, np.intp) if lo is None else lo[item, i]
+            row_hi = np.full(row.size, keys) if hi is None else hi[item, i]
+            seen = None if mask is None else mask[b, head, i] != 0
+            added = None if bias is None else bias[b, head, i]
+            _count_block(count, times, row_lo, row_hi, seen, added, keys, width, v.shape[3])
+
+
+def _divide(count: _Count, heads: int, rows: int, block_rows: int, flops: float) -> None:
+    """Blocks, tasks and threads of one call of the core; heads: batch items x key heads."""
+    count.calls += 1
+    if not count.lanes:
+        return
+    threads = 1 if flops < SERIAL_FLOPS else count.asked
+    count.serial |= threads < count.asked
+    blocks = -(-rows // block_rows)
+    share = min(MAX_BLOCKS, -(-TASK_ROWS // block_rows))
+    if threads > 1:
+        share = max(1, min(share, heads * blocks // (TASKS_PER_THREAD * threads)))
+    per_task = -(-blocks // -(-blocks // share))
+    tasks = heads * -(-blocks // per_task)
+    count.blocks += heads * blocks
+    count.tasks += tasks
+    count.threads = max(count.threads, min(threads, tasks))
+
+
+def _count_block(
+    count: _Count, times: int, lo: Array, hi: Array, seen: Array | None, added: Array | None, keys: int, width: int,
+    value_width: int,
+) -> None:  # fmt: skip
+    """One block of rows, as score_chunk() goes over its keys: words of 32 that no row sees are left out."""
+    pitch = -(-lo.size // count.lanes) * count.lanes if count.lanes else lo.size
+    n_chunks = -(-keys // CHUNK)
+    count.rows += times * lo.size
+    count.pitches += times * pitch
+    count.chunks += times * n_chunks
+    some = lo < hi
+    if not some.any():
+        return
+    first, end = int(lo[some].min()) // CHUNK * CHUNK, int(hi[some].max())
+    shape = (-(-(end - first) // CHUNK), CHUNK // WORD)
+    if seen is None and added is None:
+        pairs = int((hi - lo)[some].sum())
+        words = _words_of_intervals(lo[some] - first, hi[some] - first, shape)
+        allowed = words
+    else:
+        j = np.arange(first, end)
+        visible = (j >= lo[:, None]) & (j < hi[:, None])
+        if seen is not None:
+            visible &= seen[:, first:end]
+        words = allowed = _words_of_keys(visible.any(axis=0), shape)
+        if added is not None:
+            finite = added[:, first:end] != -np.inf
+            count.bias_is_mask &= bool(((added == 0) | np.isneginf(added)).all())
+            count.bias_excludes |= not bool(finite.all())
+            visible &= finite
+            allowed = _words_of_keys(visible.any(axis=0), shape)
+        pairs = int(visible.sum())
+    starts = np.arange(words.size).reshape(shape) * WORD
+    ends = np.minimum(starts + WORD, end - first)
+    visited = words.any(axis=1)
+    scored = int((ends - starts)[words].sum())
+    weighed = int((np.where(words, ends, 0).max(axis=1) - np.where(words, starts, end).min(axis=1))[visited].sum())
+    count.visited += times * int(visited.sum())
+    count.idle += times * int((visited & ~allowed.any(axis=1)).sum())
+    count.useful += times * 2 * pairs * (width + value_width)
+    count.executed += times * 2 * pitch * (scored * width + weighed * value_width)
+
+
+def _words_of_intervals(lo: Array, hi: Array, shape: tuple[int, int]) -> Array:
+    """Which words of 32 keys lie in some interval [lo, hi): (chunk, word)."""
+    steps = np.zeros(shape[0] * shape[1] + 1, np.intp)
+    np.add.at(steps, lo // WORD, 1)
+    np.add.at(steps, (hi + WORD - 1) // WORD, -1)
+    words: Array = (np.cumsum(steps[:-1]) > 0).reshape(shape)
+    return words
+
+
+def _words_of_keys(seen: Array, shape: tuple[int, int]) -> Array:
+    """Which words of 32 keys have a seen one: (chunk, word)."""
+    whole = np.zeros(shape[0] * CHUNK, bool)
+    whole[: seen.size] = seen
+    words: Array = whole.reshape(*shape, WORD).any(axis=2)
+    return words
+
+
+# ---- notes ----
+
+
+def _notes(call: Call, options: dict[str, Any], count: _Count) -> list[str]:
+    """What keeps the call from being faster, and the way out."""
+    notes = []
+    *_, queries, keys = call.scores
+    if 0 in call.shape or keys == 0:
+        return ["an axis is empty: nothing is computed, the result holds zeros or nothing"]
+    if options["mask"] is not None and call.keys.same_segment is None and call.mask is not None:
+        notes += _mask_note(call.mask, queries, keys)
+    if call.keys.same_segment is not None:
+        notes.append(
+            f"segments: the keys of an id are not neighbours, so an (L, S) mask is made "
+            f"({_bytes(call.keys.same_segment.nbytes)}); sort the keys by id to have intervals"
+        )
+    if count.bias_excludes and count.bias_is_mask:
+        notes.append("bias holds nothing but 0 and -inf: mask=(bias == 0) is the same and skips chunks of keys")
+    elif count.idle and count.lanes:
+        notes.append(
+            f"bias is -inf in the whole of {100 * count.idle / count.visited:.1f} % of the visited chunks: "
+            "-inf skips nothing; exclude those keys by mask= or a structural option"
+        )
+    if call.dtype.itemsize < 4:
+        notes.append(f"{call.dtype} is converted to {call.compute} as a whole, and the result rounded once")
+    if count.lanes and count.rows * 2 <= count.pitches:
+        per_head = queries * (call.q.shape[-3] // call.k.shape[-3])
+        used = "one lane" if per_head == 1 else f"{per_head} lanes"
+        notes.append(f"L = {queries}: {used} of a vector of {count.lanes} {'is' if per_head == 1 else 'are'} used")
+    if count.calls > 1:
+        notes.append(f"the batch axes do not fold into one: {count.calls} calls of the core, one after the other")
+    if count.lanes and count.threads < call.threads:
+        why = f"under {SERIAL_FLOPS:.0e} FLOP" if count.serial else f"{count.tasks} tasks"
+        notes.append(f"{count.threads} of {call.threads} threads: {why}")
+    if options["return_weights"]:
+        notes.append("weights are an (L, S) array: attention_stats() gives their statistics without it")
+    if not count.lanes:
+        notes.append("NumPy computes every score, the masked ones too, one head at a time in L x S memory")
+    return notes
+
+
+def _mask_note(mask: Array, queries: int, keys: int) -> list[str]:
+    form = _as_structure(mask, queries, keys)
+    if form is None:
+        return []
+    if form == "":
+        return ["mask is True everywhere: leave it out"]
+    return [f"mask is dense and says {form}: give that instead, and no (L, S) array is read"]
+
+
+def _as_structure(mask: Array, queries: int, keys: int) -> str | None:
+    """The structural options that say the same as this (..., Hq, L, S) mask, "" for all True, None for none."""
+    mask = mask[tuple(slice(0, 1) if step == 0 else slice(None) for step in mask.strides)].view(np.bool_)
+    if mask.shape[-1] != keys:
+        return "" if mask.all() else None
+    count = mask.sum(axis=-1, dtype=np.intp)
+    lo, hi = mask.argmax(axis=-1), keys - mask[..., ::-1].argmax(axis=-1)
+    lo, hi = np.where(count == 0, 0, lo), np.where(count == 0, 0, hi)
+    if (hi - lo != count).any() or (lo != lo[..., :1, :]).any() or (hi != hi[..., :1, :]).any():
+        return None  # not intervals, or not the same ones in each head
+    lo, hi = lo[..., 0, :].reshape(-1, lo.shape[-1]), hi[..., 0, :].reshape(-1, hi.shape[-1])
+    if not lo.any() and (hi == hi[:, :1]).all():
+        return "" if (hi == keys).all() else "key_lengths="
+    for start in dict.fromkeys((0, keys - queries)):
+        form = _band(lo, hi, start, queries, keys)
+        if form is not None:
+            return form
+    return None
+
+
+def _band(lo: Array, hi: Array, start: int, queries: int, keys: int) -> str | None:
+    """causal=, window= and key_lengths= that give these intervals if query i stands at start + i, else None."""
+    position, seen = start + np.arange(queries), lo < hi
+    if not seen.any():
+        return None
+    left, right = int((position - lo)[seen].max()), int((hi - 1 - position)[seen].max())
+    valid = hi.max(axis=-1, keepdims=True)
+    low = np.clip(position - left if lo.any() else 0 * position, 0, keys)
+    high = np.clip(np.minimum(position + right + 1, valid), 0, keys)
+    if left < 0 or right < 0 or ((low < high) != seen).any() or ((low != lo) | (high != hi))[seen].any():
+        return None
+    cut = bool((valid < np.clip(position[-1] + right + 1, 0, keys)).any())
+    words = []
+    if right == 0:
+        named = '"upper_left"' if start == 0 else '"lower_right"'
+        words.append("causal=True" if queries == keys or cut else f"causal={named}")
+    if lo.any() or right:
+        ahead = right if right and position[-1] + right + 1 > 0 and (high < keys).any() else None
+        words.append(f"window=({left if lo.any() else None}, {ahead})")
+    if queries != keys and (right or cut):
+        words.append(f"q_start={start}")
+    return ", ".join(words + ["key_lengths="] * cut)
+
+
+def _bytes(n: int) -> str:
+    for unit in ("bytes", "KiB", "MiB"):
+        if n < 1024:
+            return f"{n:.4g} {unit}"
+        n /= 1024  # type: ignore[assignment]
+    return f"{n:.4g} GiB"
+
+
+def _flops(n: float) -> str:
+    for unit in ("", "k", "M", "G"):
+        if n < 1000:
+            return f"{n:.4g} {unit}FLOP"
+        n /= 1000
+    return f"{n:.4g} TFLOP"
+
+
+# ---- drawing ----
+
+
+def draw_mask(
+    *, queries: int, keys: int, causal: Causal = False, q_start: int | None = None, window: Window = None,
+    key_lengths: int | None = None, prefix_lengths: int | None = None, segments: Segments = None,
+    mask: ArrayLike | None = None, file: str | os.PathLike[str] | None = None,
+) -> str:  # fmt: skip
+    """Draw which keys (columns) each query (row) of one batch item sees: `#` may attend, `.` may not.
+
+    Parameters
+    ----------
+    queries, keys : int
+        L and S, at least 1. Above 64, a character stands for several queries or keys: `+` means some of them.
+    causal, q_start, window, key_lengths, prefix_lengths, segments
+        As in `attention`, for one batch item.
+    mask : array_like of bool, optional
+        Broadcasts to (L, S).
+    file : path, optional
+        Also write a picture, .png or .svg; needs matplotlib.
+
+    Returns
+    -------
+    str
+        A line per query with its index, under the last digits of the keys' indices (and their tens from 10 on).
+
+    Raises
+    ------
+    TypeError, ValueError
+        Whatever `attention` refuses, and a file of another kind.
+    ImportError
+        If a file is asked for and matplotlib is not installed.
+
+    Examples
+    --------
+    >>> from attentile import draw_mask
+    >>> print(draw_mask(queries=3, keys=5, causal="lower_right"))
+      01234
+    0 ###..
+    1 ####.
+    2 #####
+    """
+    n_queries, n_keys = (positive_index("draw_mask", name, n) for name, n in (("queries", queries), ("keys", keys)))
+    if file is not None and os.path.splitext(file)[1].lower() not in (".png", ".svg"):
+        raise ValueError(f"draw_mask: file is {os.fspath(file)!r}; its name must end with .png or .svg")
+    try:
+        found = structure(
+            (), n_queries, n_keys, causal=causal, q_start=q_start, window=window, key_lengths=key_lengths,
+            prefix_lengths=prefix_lengths, segments=segments,
+        )  # fmt: skip
+    except (TypeError, ValueError) as error:
+        raise type(error)(str(error).replace("attention:", "draw_mask:", 1)) from None
+    seen = None if mask is None else _drawn_mask(mask, (n_queries, n_keys))
+    if file is not None:
+        _picture(file, *_shares(found, seen, n_queries, n_keys, _PICTURE_CELLS), n_queries, n_keys)
+    return _text(*_shares(found, seen, n_queries, n_keys, _TEXT_CELLS))
+
+
+def _drawn_mask(mask: ArrayLike, shape: tuple[int, int]) -> Array:
+    array = np.asarray(mask)
+    if array.dtype != np.bool_:
+        raise TypeError(f"draw_mask: mask has dtype {array.dtype}; it must be bool, True = may attend (mask != 0?)")
+    try:
+        return np.broadcast_to(array, shape)
+    except ValueError:
+        raise ValueError(
+            f"draw_mask: mask has shape {array.shape}; it must broadcast to (queries, keys) = {shape}, one batch item"
+        ) from None
+
+
+def _shares(found: Structure, mask: Array | None, queries: int, keys: int, cells: int) -> tuple[Array, int, int]:
+    """(visible share of each cell, queries per cell, keys per cell), at most `cells` a side."""
+    down, across = -(-queries // cells), -(-keys // cells)
+    columns, j = np.arange(0, keys, across), np.arange(keys)
+    shares = []
+    for first in range(0, queries, down):
+        band = slice(first, first + down)
+        seen = np.ones((min(down, queries - first), keys), bool)
+        if found.lo is not None and found.hi is not None:
+            seen &= (j >= found.lo[band, None]) & (j < found.hi[band, None])
+        if found.same_segment is not None:
+            seen &= found.same_segment[0, band]
+        if mask is not None:
+            seen &= mask[band]
+        shares.append(np.add.reduceat(seen.mean(axis=0), columns) / np.diff(np.r_[columns, keys]))
+    return np.array(shares), down, across
+
+
+def _text(shares: Array, down: int, across: int) -> str:
+    whole = 1 - 1e-9  # shares are sums of fractions
+    cells = np.where(shares >= whole, "#", np.where(shares > 0, "+", "."))
+    labels = [str(row * down) for row in range(len(cells))]
+    margin = " " * (len(labels[-1]) + 1)
+    heads = [margin + "".join(str(x % 10) for x in range(cells.shape[1]))]
+    if cells.shape[1] > 10:
+        heads.insert(0, margin + "".join(str(x // 10) if x % 10 == 0 else " " for x in range(cells.shape[1])).rstrip())
+    if down > 1 or across > 1:
+        heads.insert(0, f"one character: {down} queries x {across} keys; + some of them (file= draws finer)")
+    rows = [f"{label:>{len(margin) - 1}} {''.join(line)}" for label, line in zip(labels, cells, strict=True)]
+    return "\n".join(heads + rows)
+
+
+def _picture(file: str | os.PathLike[str], shares: Array, down: int, across: int, queries: int, keys: int) -> None:
+    try:
+        figure = importlib.import_module("matplotlib.figure").Figure(figsize=(5, 5), layout="constrained")
+    except ImportError as error:
+        raise ImportError(f"draw_mask: file= needs matplotlib ({error}): pip install matplotlib") from None
+    axes = figure.add_subplot()
+    # The last cell of a side may stand for fewer keys; its edge is cut by the limits.
+    edges = (-0.5, shares.shape[1] * across - 0.5, shares.shape[0] * down - 0.5, -0.5)
+    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1.4, extent=edges, interpolation="nearest", aspect="auto")
+    axes.set(xlabel="key", ylabel="query", xlim=(-0.5, keys - 0.5), ylim=(queries - 0.5, -0.5))
+    figure.savefig(file)
