@@ -2,7 +2,8 @@
 
 from .attention import AttentionResult, attention
 from .config import get_num_threads, num_threads, set_num_threads, show_config, use_backend
-from .explain import Explanation, draw_mask, explain
+from .draw import draw_mask
+from .explain import Explanation, explain
 from .masks import segment_ids
 from .positions import alibi_slopes, positional_encoding, relative_bias, t5_bias, t5_buckets
 from .stats import AttentionStats, attention_stats

@@ -4,7 +4,6 @@
 cdef enum:
     MAX_BLOCKS = 8                              # blocks of rows that share one visit of a chunk
     TASK_ROWS = 192                             # rows that share it if there are tasks enough for all threads
-    MAX_ROWS = 48                               # AT_MAX_VECTORS * the most lanes of any ISA
     WORDS = AT_CHUNK // AT_WORD
     TASKS_PER_THREAD = 8                        # fewer blocks per task rather than fewer tasks than this
     NONE = 0                                    # kinds of a mask word over the rows of a block
@@ -52,16 +51,16 @@ cdef struct Block:
     char *slope                                 # [pitch] of each row, in units of log2(e)
     char *position                              # [pitch] of each row, relative to the first key of a run
     char *tops                                  # [chunk][pitch] maximum of each chunk, if weights are wanted
-    Py_ssize_t row_position[MAX_ROWS]
-    double row_sink[MAX_ROWS]
-    Py_ssize_t row_lo[MAX_ROWS]
-    Py_ssize_t row_hi[MAX_ROWS]
-    const char *q_rows[MAX_ROWS]
-    const char *mask_rows[MAX_ROWS]
-    const char *bias_rows[MAX_ROWS]
-    char *out_rows[MAX_ROWS]
-    char *weight_rows[MAX_ROWS]
-    char *lse_rows[MAX_ROWS]
+    Py_ssize_t row_position[AT_MAX_ROWS]
+    double row_sink[AT_MAX_ROWS]
+    Py_ssize_t row_lo[AT_MAX_ROWS]
+    Py_ssize_t row_hi[AT_MAX_ROWS]
+    const char *q_rows[AT_MAX_ROWS]
+    const char *mask_rows[AT_MAX_ROWS]
+    const char *bias_rows[AT_MAX_ROWS]
+    char *out_rows[AT_MAX_ROWS]
+    char *weight_rows[AT_MAX_ROWS]
+    char *lse_rows[AT_MAX_ROWS]
 
 # What the blocks of a task use one after the other.
 cdef struct Shared:

@@ -6,9 +6,9 @@ from libc.math cimport INFINITY, NAN, exp2, isfinite, log2, sqrt
 from libc.stdint cimport uint32_t
 from libc.string cimport memcpy, memset
 
-from ._kernels cimport (AT_ALIGN, AT_CHUNK, AT_MAX_VECTORS, AT_PEAK_CHAINS, AT_WORD, at_ahead, at_encode, at_encode_scratch,
-                        at_isa, at_isa_at, at_isa_count, at_isa_supported, at_mask_words, at_pool_run,
-                        at_pool_workers, at_scratch, at_tiles)
+from ._kernels cimport (AT_ALIGN, AT_CHUNK, AT_MAX_ROWS, AT_PEAK_CHAINS, AT_WORD, at_ahead, at_encode,
+                        at_encode_scratch, at_isa, at_isa_at, at_isa_count, at_isa_supported, at_mask_words,
+                        at_pool_run, at_pool_workers, at_scratch, at_tiles)
 
 import numpy
 

@@ -6,6 +6,7 @@ cdef extern from "kernels/kernels.h" nogil:
         AT_CHUNK
         AT_WORD
         AT_MAX_VECTORS
+        AT_MAX_ROWS
         AT_ALIGN
         AT_PEAK_CHAINS
 

@@ -1,4 +1,4 @@
-"""What a call of attention() will do and why, without computing it; and a drawing of which keys a query sees.
+"""What a call of attention() will do and why, without computing it.
 
 The arguments go through the checks and conversions of attention() itself, and its way to the core is followed with a
 recorder in the core's place, so what is told is what happens. How the rows are cut into blocks and tasks, and which
@@ -7,9 +7,7 @@ keys are skipped, repeats _blocks.pxi and score_chunk() of _pass.pxi; the tests 
 
 from __future__ import annotations
 
-import importlib
 import math
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +15,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from . import config
-from .attention import Causal, Segments, Window, _check_out, _target
+from .attention import _check_out, _target
 from .call import Call, _run, prepare
-from .masks import Structure, positive_index, structure
 
 Array = NDArray[Any]
 
@@ -34,7 +31,6 @@ _DEFAULTS: dict[str, Any] = {
     "prefix_lengths": None, "segments": None, "scale": None, "softcap": None, "sinks": None, "alibi_slopes": None,
     "return_lse": False, "return_weights": False, "out": None, "num_threads": None,
 }  # fmt: skip
-_TEXT_CELLS, _PICTURE_CELLS = 64, 1024
 
 
 @dataclass(frozen=True)
@@ -131,12 +127,14 @@ def explain(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -> Explana
     """
     unknown = options.keys() - _DEFAULTS.keys()
     if unknown:
-        raise TypeError(f"explain: unexpected keyword argument {min(unknown)!r}; attention() has {', '.join(_DEFAULTS)}")
+        raise TypeError(
+            f"explain: unexpected keyword argument {min(unknown)!r}; attention() has {', '.join(_DEFAULTS)}"
+        )
     chosen = {**_DEFAULTS, **options}
     given: dict[str, Any] = {"q": q, "k": k, "v": v, "mask": chosen["mask"], "bias": chosen["bias"]}
     arrays = {name: None if value is None else np.asarray(value) for name, value in given.items()}
     rest = {name: chosen[name] for name in _DEFAULTS if name not in ("out", "mask", "bias") and "return" not in name}
-    call = prepare(*(arrays.pop(name) for name in "qkv"), **arrays, **rest)
+    call = prepare(**arrays, **rest)
     path, why = _path(given, chosen)
     count = _count(call, chosen["out"])
     copies = _copies(given, call)
@@ -298,7 +296,9 @@ def _count_call(
     rows, block_rows = group * queries, max(VECTORS * count.lanes, 1) if count.lanes else VECTORS * 16
     _divide(count, batch * kv_heads, rows, block_rows, 2.0 * batch * heads * queries * keys * (width + v.shape[3]))
     # Items and heads that share intervals, mask and bias are counted once.
-    same_items = (lo is None or len(lo) == 1) and all(a is None or a.strides[0] == 0 or batch == 1 for a in (mask, bias))
+    same_items = (lo is None or len(lo) == 1) and all(
+        a is None or a.strides[0] == 0 or batch == 1 for a in (mask, bias)
+    )
     same_heads = all(a is None or a.strides[1] == 0 for a in (mask, bias))
     times = (batch if same_items else 1) * (kv_heads if same_heads else 1)
     for b, h in np.ndindex(1 if same_items else batch, 1 if same_heads else kv_heads):
@@ -355,13 +355,13 @@ def _count_block(
         visible = (j >= lo[:, None]) & (j < hi[:, None])
         if seen is not None:
             visible &= seen[:, first:end]
-        words = allowed = _words_of_keys(visible.any(axis=0), shape)
+        words = allowed = _words_of_keys(visible, shape)
         if added is not None:
             finite = added[:, first:end] != -np.inf
             count.bias_is_mask &= bool(((added == 0) | np.isneginf(added)).all())
             count.bias_excludes |= not bool(finite.all())
             visible &= finite
-            allowed = _words_of_keys(visible.any(axis=0), shape)
+            allowed = _words_of_keys(visible, shape)
         pairs = int(visible.sum())
     starts = np.arange(words.size).reshape(shape) * WORD
     ends = np.minimum(starts + WORD, end - first)
@@ -383,12 +383,11 @@ def _words_of_intervals(lo: Array, hi: Array, shape: tuple[int, int]) -> Array:
     return words
 
 
-def _words_of_keys(seen: Array, shape: tuple[int, int]) -> Array:
-    """Which words of 32 keys have a seen one: (chunk, word)."""
-    whole = np.zeros(shape[0] * CHUNK, bool)
-    whole[: seen.size] = seen
-    words: Array = whole.reshape(*shape, WORD).any(axis=2)
-    return words
+def _words_of_keys(visible: Array, shape: tuple[int, int]) -> Array:
+    """Which words of 32 keys have one that some row sees: (chunk, word)."""
+    whole = np.zeros((*shape, WORD), bool)
+    whole.reshape(-1)[: visible.shape[1]] = visible.any(axis=0)
+    return np.logical_or.reduce(whole, axis=2)
 
 
 # ---- notes ----
@@ -401,7 +400,11 @@ def _notes(call: Call, options: dict[str, Any], count: _Count) -> list[str]:
     if 0 in call.shape or keys == 0:
         return ["an axis is empty: nothing is computed, the result holds zeros or nothing"]
     if options["mask"] is not None and call.keys.same_segment is None and call.mask is not None:
-        notes += _mask_note(call.mask, queries, keys)
+        form = _as_structure(call.mask, queries, keys)
+        if form == "":
+            notes.append("mask is True everywhere: leave it out")
+        elif form is not None:
+            notes.append(f"mask is dense and says {form}: give that instead, and no (L, S) array is read")
     if call.keys.same_segment is not None:
         notes.append(
             f"segments: the keys of an id are not neighbours, so an (L, S) mask is made "
@@ -430,15 +433,6 @@ def _notes(call: Call, options: dict[str, Any], count: _Count) -> list[str]:
     if not count.lanes:
         notes.append("NumPy computes every score, the masked ones too, one head at a time in L x S memory")
     return notes
-
-
-def _mask_note(mask: Array, queries: int, keys: int) -> list[str]:
-    form = _as_structure(mask, queries, keys)
-    if form is None:
-        return []
-    if form == "":
-        return ["mask is True everywhere: leave it out"]
-    return [f"mask is dense and says {form}: give that instead, and no (L, S) array is read"]
 
 
 def _as_structure(mask: Array, queries: int, keys: int) -> str | None:
@@ -499,118 +493,3 @@ def _flops(n: float) -> str:
             return f"{n:.4g} {unit}FLOP"
         n /= 1000
     return f"{n:.4g} TFLOP"
-
-
-# ---- drawing ----
-
-
-def draw_mask(
-    *, queries: int, keys: int, causal: Causal = False, q_start: int | None = None, window: Window = None,
-    key_lengths: int | None = None, prefix_lengths: int | None = None, segments: Segments = None,
-    mask: ArrayLike | None = None, file: str | os.PathLike[str] | None = None,
-) -> str:  # fmt: skip
-    """Draw which keys (columns) each query (row) of one batch item sees: `#` may attend, `.` may not.
-
-    Parameters
-    ----------
-    queries, keys : int
-        L and S, at least 1. Above 64, a character stands for several queries or keys: `+` means some of them.
-    causal, q_start, window, key_lengths, prefix_lengths, segments
-        As in `attention`, for one batch item.
-    mask : array_like of bool, optional
-        Broadcasts to (L, S).
-    file : path, optional
-        Also write a picture, .png or .svg; needs matplotlib.
-
-    Returns
-    -------
-    str
-        A line per query with its index, under the last digits of the keys' indices (and their tens from 10 on).
-
-    Raises
-    ------
-    TypeError, ValueError
-        Whatever `attention` refuses, and a file of another kind.
-    ImportError
-        If a file is asked for and matplotlib is not installed.
-
-    Examples
-    --------
-    >>> from attentile import draw_mask
-    >>> print(draw_mask(queries=3, keys=5, causal="lower_right"))
-      01234
-    0 ###..
-    1 ####.
-    2 #####
-    """
-    n_queries, n_keys = (positive_index("draw_mask", name, n) for name, n in (("queries", queries), ("keys", keys)))
-    if file is not None and os.path.splitext(file)[1].lower() not in (".png", ".svg"):
-        raise ValueError(f"draw_mask: file is {os.fspath(file)!r}; its name must end with .png or .svg")
-    try:
-        found = structure(
-            (), n_queries, n_keys, causal=causal, q_start=q_start, window=window, key_lengths=key_lengths,
-            prefix_lengths=prefix_lengths, segments=segments,
-        )  # fmt: skip
-    except (TypeError, ValueError) as error:
-        raise type(error)(str(error).replace("attention:", "draw_mask:", 1)) from None
-    seen = None if mask is None else _drawn_mask(mask, (n_queries, n_keys))
-    if file is not None:
-        _picture(file, *_shares(found, seen, n_queries, n_keys, _PICTURE_CELLS), n_queries, n_keys)
-    return _text(*_shares(found, seen, n_queries, n_keys, _TEXT_CELLS))
-
-
-def _drawn_mask(mask: ArrayLike, shape: tuple[int, int]) -> Array:
-    array = np.asarray(mask)
-    if array.dtype != np.bool_:
-        raise TypeError(f"draw_mask: mask has dtype {array.dtype}; it must be bool, True = may attend (mask != 0?)")
-    try:
-        return np.broadcast_to(array, shape)
-    except ValueError:
-        raise ValueError(
-            f"draw_mask: mask has shape {array.shape}; it must broadcast to (queries, keys) = {shape}, one batch item"
-        ) from None
-
-
-def _shares(found: Structure, mask: Array | None, queries: int, keys: int, cells: int) -> tuple[Array, int, int]:
-    """(visible share of each cell, queries per cell, keys per cell), at most `cells` a side."""
-    down, across = -(-queries // cells), -(-keys // cells)
-    columns, j = np.arange(0, keys, across), np.arange(keys)
-    shares = []
-    for first in range(0, queries, down):
-        band = slice(first, first + down)
-        seen = np.ones((min(down, queries - first), keys), bool)
-        if found.lo is not None and found.hi is not None:
-            seen &= (j >= found.lo[band, None]) & (j < found.hi[band, None])
-        if found.same_segment is not None:
-            seen &= found.same_segment[0, band]
-        if mask is not None:
-            seen &= mask[band]
-        shares.append(np.add.reduceat(seen.mean(axis=0), columns) / np.diff(np.r_[columns, keys]))
-    return np.array(shares), down, across
-
-
-def _text(shares: Array, down: int, across: int) -> str:
-    whole = 1 - 1e-9  # shares are sums of fractions
-    cells = np.where(shares >= whole, "#", np.where(shares > 0, "+", "."))
-    labels = [str(row * down) for row in range(len(cells))]
-    margin = " " * (len(labels[-1]) + 1)
-    heads = [margin + "".join(str(x % 10) for x in range(cells.shape[1]))]
-    if cells.shape[1] > 10:
-        heads.insert(0, margin + "".join(str(x // 10) if x % 10 == 0 else " " for x in range(cells.shape[1])).rstrip())
-    if down > 1 or across > 1:
-        heads.insert(0, f"one character: {down} queries x {across} keys; + some of them (file= draws finer)")
-    rows = [f"{label:>{len(margin) - 1}} {''.join(line)}" for label, line in zip(labels, cells, strict=True)]
-    return "\n".join(heads + rows)
-
-
-def _picture(file: str | os.PathLike[str], shares: Array, down: int, across: int, queries: int, keys: int) -> None:
-    try:
-        figure = importlib.import_module("matplotlib.figure").Figure(figsize=(5, 5), layout="constrained")
-    except ImportError as error:
-        raise ImportError(f"draw_mask: file= needs matplotlib ({error}): pip install matplotlib") from None
-    axes = figure.add_subplot()
-    # The last cell of a side may stand for fewer keys; its edge is cut by the limits.
-    edges = (-0.5, shares.shape[1] * across - 0.5, shares.shape[0] * down - 0.5, -0.5)
-    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1.4, extent=edges, interpolation="nearest", aspect="auto")
-    axes.set(xlabel="key", ylabel="query", xlim=(-0.5, keys - 0.5), ylim=(queries - 0.5, -0.5))
-    figure.savefig(file)

@@ -1,4 +1,4 @@
-"""Positional encodings."""
+"""Positional encodings and biases."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numbers import Real
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from . import config, reference_angles
 from .masks import positive_index
@@ -20,13 +20,11 @@ _DTYPES = (np.float16, np.float32, np.float64)
 _LARGEST_ANGLE = 2**50  # radians: the kernels take the quarter turns modulo 4 from float64 numbers below 2**51
 
 
-def _integer(name: str, value: Any) -> int:
+def _integer(name: str, value: Any, function: str = "positional_encoding") -> int:
     try:
         return operator.index(value)
     except TypeError:
-        raise TypeError(
-            f"positional_encoding: {name} is {value!r}; it must be an integer (int() converts it)"
-        ) from None
+        raise TypeError(f"{function}: {name} is {value!r}; it must be an integer (int() converts it)") from None
 
 
 def _base(base: Any) -> float:
@@ -219,3 +217,250 @@ def alibi_slopes(n_heads: int) -> Array:
     whole = np.exp2(-8.0 / power * np.arange(1, power + 1))
     between = np.exp2(-4.0 / power * np.arange(1, 2 * (heads - power), 2))
     return np.concatenate([whole, between])
+
+
+# ---- relative-position bias as strided views ----
+
+_FAR = 2**60  # a position is clipped to it, so that sums cannot wrap; tables end long before
+
+
+def _sizes(function: str, queries: Any, keys: Any, q_start: Any) -> tuple[int, int, int]:
+    rows, columns, first = (
+        _integer(name, value, function) for name, value in (("queries", queries), ("keys", keys), ("q_start", q_start))
+    )
+    for name, value in (("queries", rows), ("keys", columns)):
+        if value < 0:
+            raise ValueError(f"{function}: {name} is {value}; it must be 0 or a positive integer")
+    return rows, columns, max(-_FAR, min(first, _FAR))
+
+
+def _table(function: str, table: Any, axes: str) -> Array:
+    """The table in float32 or float64: what attention() computes in, so that it need not convert (L, S) numbers."""
+    array = np.asarray(table)
+    if array.ndim != 2:
+        raise ValueError(f"{function}: table has shape {array.shape}; it must have two axes, {axes}")
+    if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
+        raise TypeError(
+            f"{function}: table has dtype {array.dtype}; it must be floating (.astype(np.float32) makes one)"
+        )
+    return array.astype(np.float64 if array.dtype.itemsize > 4 else np.float32, copy=False)
+
+
+def _distances(queries: int, keys: int, first: int) -> Array:
+    """Every key - query distance, ascending: that of the last query to key 0 comes first."""
+    return np.arange(queries + keys - 1) - (first + queries - 1)
+
+
+def _along_diagonals(vectors: Array, queries: int, keys: int) -> Array:
+    """(H, L, S) view of vectors (H, L + S - 1): entry [h, i, j] is vectors[h, L - 1 - i + j]."""
+    view: Array = np.lib.stride_tricks.sliding_window_view(vectors, keys, axis=1)[:, ::-1]
+    return view
+
+
+def _nothing(heads: int, queries: int, keys: int, dtype: np.dtype[Any]) -> Array:
+    empty = np.empty((heads, queries, keys), dtype)
+    empty.flags.writeable = False
+    return empty
+
+
+def relative_bias(table: ArrayLike, queries: int, keys: int, *, q_start: int = 0) -> Array:
+    """Bias that depends on the distance of key and query only, for `attention(bias=...)`, in O(H (L + S)) memory.
+
+    Query i stands at position q_start + i, key j at j; entry [h, i, j] is
+    ``table[h, clip(j - (q_start + i), -m, m) + m]``, with m the largest distance that the table knows.
+
+    Parameters
+    ----------
+    table : array_like of float, shape (H, 2 m + 1)
+        One row per query head: column 0 is for keys m or more before the query, column m for the query's own position,
+        column 2 m for keys m or more after it. Use the dtype of q: attention() converts a float64 bias of a float32
+        call as a whole, to (H, L, S) numbers.
+    queries, keys : int
+        L and S; may be 0.
+    q_start : int, optional
+        Position of query 0, as in `attention`; may be negative.
+
+    Returns
+    -------
+    ndarray, shape (H, L, S)
+        Read-only strided view of one vector of L + S - 1 numbers per head; float64 for a float64 table, else float32.
+
+    Raises
+    ------
+    TypeError
+        If table is not floating, or queries, keys or q_start not an integer.
+    ValueError
+        If table has not two axes or an even number of columns, or queries or keys is negative.
+
+    Notes
+    -----
+    Formula: Shaw, Uszkoreit, Vaswani, "Self-Attention with Relative Position Representations", 2018, section 3.2
+    (clipped distances), with one number per head and distance as in Raffel et al., 2020, section 2.1.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from attentile import relative_bias
+    >>> relative_bias(np.array([[-1.0, 0.0, 1.0]]), 3, 4)
+    array([[[ 0.,  1.,  1.,  1.],
+            [-1.,  0.,  1.,  1.],
+            [-1., -1.,  0.,  1.]]])
+    """
+    rows, columns, first = _sizes("relative_bias", queries, keys, q_start)
+    array = _table("relative_bias", table, "(heads, 2 * max_distance + 1)")
+    if array.shape[1] % 2 == 0:
+        raise ValueError(
+            f"relative_bias: table has shape {array.shape}; it needs an odd number of columns, 2 * max_distance + 1, "
+            "the middle one for distance 0"
+        )
+    if rows == 0 or columns == 0:
+        return _nothing(len(array), rows, columns, array.dtype)
+    reach = array.shape[1] // 2
+    return _along_diagonals(array[:, np.clip(_distances(rows, columns, first), -reach, reach) + reach], rows, columns)
+
+
+@lru_cache(maxsize=64)
+def _bucket_starts(buckets: int, max_distance: int) -> Array:
+    """Smallest distance of each of the buckets 1, 2, ...: exact ones, then logarithmic ones.
+
+    The rule's bucket e + floor(log(n / e) / log(m / e) * (b - e)), e = b // 2, reaches e + t where
+    n^(b - e) >= m^t e^(b - e - t): compared in integers, so that no rounding of a logarithm moves a boundary.
+    """
+    exact = buckets // 2
+    share = buckets - exact
+    starts = list(range(1, exact + 1))
+    for t in range(1, share):
+        bound, low, high = max_distance**t * exact ** (share - t), starts[-1], max_distance
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if middle**share >= bound else (middle + 1, high)
+        starts.append(low)
+    return np.array(starts)
+
+
+def _check_buckets(function: str, num_buckets: Any, max_distance: Any, bidirectional: bool) -> tuple[int, int]:
+    """(buckets of one direction, max_distance)."""
+    buckets = positive_index(function, "num_buckets", num_buckets)
+    reach = positive_index(function, "max_distance", max_distance)
+    if buckets < 2 or (bidirectional and (buckets < 4 or buckets % 2)):
+        wanted = "even and at least 4 (half of them for each direction)" if bidirectional else "at least 2"
+        raise ValueError(f"{function}: num_buckets is {buckets}; it must be {wanted} if bidirectional={bidirectional}")
+    buckets = buckets // 2 if bidirectional else buckets
+    if not buckets // 2 < reach <= _FAR:
+        raise ValueError(
+            f"{function}: max_distance is {reach}; it must be larger than {buckets // 2}, the distances that have a "
+            "bucket of their own, and at most 2**60"
+        )
+    return buckets, reach
+
+
+def t5_buckets(
+    distances: ArrayLike, *, bidirectional: bool = True, num_buckets: int = 32, max_distance: int = 128
+) -> NDArray[np.intp]:
+    """Bucket of each key - query distance in T5's relative-position bias.
+
+    Half of the buckets (of a direction) hold one distance each, the other half ranges that grow as a logarithm up to
+    max_distance; the last one holds everything beyond.
+
+    Parameters
+    ----------
+    distances : array_like of int
+        Key position minus query position, any shape.
+    bidirectional : bool, optional
+        True (encoder): the first half of the buckets is for keys up to the query, the second one for keys after it.
+        False (decoder): keys after the query all fall into bucket 0.
+    num_buckets : int, optional
+        Buckets of both directions together.
+    max_distance : int, optional
+        From here on the last bucket is used at the latest.
+
+    Returns
+    -------
+    ndarray of intp, the shape of distances
+        Buckets, 0 to num_buckets - 1.
+
+    Raises
+    ------
+    TypeError
+        If distances are not integers, or num_buckets or max_distance is not one.
+    ValueError
+        If num_buckets or max_distance is too small, or num_buckets odd with bidirectional.
+
+    Notes
+    -----
+    Rule: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", 2020,
+    section 2.1, and the authors' code. Boundaries are found in integers, without rounding.
+
+    Examples
+    --------
+    >>> from attentile import t5_buckets
+    >>> t5_buckets([-128, -8, -1, 0, 1, 8, 128])
+    array([15,  8,  1,  0, 17, 24, 31])
+    """
+    buckets, reach = _check_buckets("t5_buckets", num_buckets, max_distance, bidirectional)
+    array = np.asarray(distances)
+    if array.dtype.kind not in "iu" and array.size:
+        raise TypeError(f"t5_buckets: distances has dtype {array.dtype}; it must be integers (key - query)")
+    if array.dtype.kind == "u":
+        array = np.minimum(array.astype(np.uint64), np.uint64(reach))  # must not wrap to negative ones
+    return _buckets(array.astype(np.intp), buckets, reach, bidirectional)
+
+
+def _buckets(distances: Array, buckets: int, reach: int, bidirectional: bool) -> NDArray[np.intp]:
+    away = np.clip(distances, -reach, reach)
+    size = np.abs(away) if bidirectional else np.maximum(-away, 0)
+    found: NDArray[np.intp] = np.searchsorted(_bucket_starts(buckets, reach), size, side="right")
+    return found + buckets * (away > 0) if bidirectional else found
+
+
+def t5_bias(
+    table: ArrayLike, queries: int, keys: int, *, bidirectional: bool = True, max_distance: int = 128, q_start: int = 0
+) -> Array:
+    """T5's relative-position bias for `attention(bias=...)`, in O(H (L + S)) memory.
+
+    Query i stands at position q_start + i, key j at j; entry [h, i, j] is ``table[bucket, h]`` with the bucket that
+    `t5_buckets` gives to j - (q_start + i). T5 does not scale its scores: call attention with scale=1.0.
+
+    Parameters
+    ----------
+    table : array_like of float, shape (num_buckets, H)
+        As checkpoints hold it (relative_attention_bias.weight). Use the dtype of q, see `relative_bias`.
+    queries, keys : int
+        L and S; may be 0.
+    bidirectional, max_distance : optional
+        As in `t5_buckets`: True in encoders, False in decoders.
+    q_start : int, optional
+        Position of query 0, as in `attention`; may be negative.
+
+    Returns
+    -------
+    ndarray, shape (H, L, S)
+        Read-only strided view of one vector of L + S - 1 numbers per head; float64 for a float64 table, else float32.
+
+    Raises
+    ------
+    TypeError
+        If table is not floating, or a number not an integer.
+    ValueError
+        If table has not two axes or too few rows, max_distance is too small, or queries or keys is negative.
+
+    Notes
+    -----
+    Formula: Raffel et al., 2020, section 2.1, see `t5_buckets`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from attentile import t5_bias
+    >>> table = np.arange(32.0)[:, None]  # one head, whose bias is the bucket
+    >>> t5_bias(table, 2, 4)
+    array([[[ 0., 17., 18., 19.],
+            [ 1.,  0., 17., 18.]]])
+    """
+    rows, columns, first = _sizes("t5_bias", queries, keys, q_start)
+    array = _table("t5_bias", table, "(num_buckets, heads)")
+    buckets, reach = _check_buckets("t5_bias", array.shape[0], max_distance, bidirectional)
+    if rows == 0 or columns == 0:
+        return _nothing(array.shape[1], rows, columns, array.dtype)
+    bucket = _buckets(_distances(rows, columns, first), buckets, reach, bidirectional)
+    return _along_diagonals(array.T[:, bucket], rows, columns)

@@ -32,6 +32,7 @@
 #define AT_CHUNK 256     /* keys per chunk: part of the contract, see ORDER */
 #define AT_WORD 32       /* keys per mask word */
 #define AT_MAX_VECTORS 3 /* widest tile, in vectors of rows */
+#define AT_MAX_ROWS 48   /* rows of the largest block of any ISA */
 #define AT_ALIGN 64
 
 /* Rows that the step after the scores will read: `bytes` from rows[r] + offset on. Their way from L3 or memory hides behind
