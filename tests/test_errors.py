@@ -77,6 +77,7 @@ CASES = [
         "window= or alibi_slopes= with 3 queries",
     ),
     (dict(prefix_lengths=2), ValueError, "needs a causal form"),
+    (dict(prefix_lengths=-1, causal=True), ValueError, "no prefix may have a negative length"),
     (dict(prefix_lengths=[1, 2, 3], causal=True), ValueError, "prefix_lengths has shape"),
     (dict(segments=[0, 0, 1.0]), TypeError, "segments .query ids. has dtype float64"),
     (dict(segments=[0, 0]), ValueError, r"segments .query ids. has shape \(2,\)"),

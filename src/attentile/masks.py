@@ -76,6 +76,13 @@ def _valid_keys(key_lengths: Any, lead: tuple[int, ...], keys: int) -> Index:
     return lengths
 
 
+def _prefixes(prefix_lengths: Any, lead: tuple[int, ...]) -> Index:
+    prefixes = _per_item("prefix_lengths", prefix_lengths, lead)
+    if prefixes.size and prefixes.min() < 0:
+        raise ValueError(f"attention: prefix_lengths has {prefixes.min()}; no prefix may have a negative length")
+    return prefixes
+
+
 def _check_causal(causal: Any) -> Any:
     if isinstance(causal, (bool, np.bool_)):
         return bool(causal)
@@ -105,13 +112,16 @@ def _check_window(window: Any) -> tuple[int | None, int | None]:
 
 
 def _start(
-    causal: Any, q_start: Any, needed: bool, lead: tuple[int, ...], queries: int, keys: int, valid: Index
+    causal: Any, q_start: Any, needed: bool, named: bool, lead: tuple[int, ...], queries: int, keys: int, valid: Index
 ) -> Index | None:
-    """Position of query 0 of each batch item; None if nothing asks for positions."""
+    """Position of query 0 of each batch item; None if nothing asks for positions.
+
+    needed: a window or ALiBi asks for positions. named: one of them was given, even if it asks for nothing.
+    """
     if q_start is not None:
         if isinstance(causal, str):
             raise ValueError(f"attention: q_start= and causal={causal!r} both place the queries; use causal=True")
-        if causal is False and not needed:
+        if causal is False and not named:
             raise ValueError("attention: q_start= places the queries for causal=True, window= or alibi_slopes=")
         return np.clip(_per_item("q_start", q_start, lead), -_FAR, _FAR)
     if causal == "lower_right":
@@ -135,7 +145,8 @@ def structure(
     if prefix_lengths is not None and causal is False:
         raise ValueError("attention: prefix_lengths= opens the first keys of a causal mask and needs a causal form")
     valid = _valid_keys(key_lengths, lead, keys)
-    found = Structure(start=_start(causal, q_start, windowed or alibi, lead, queries, keys, valid))
+    named = alibi or window is not None
+    found = Structure(start=_start(causal, q_start, windowed or alibi, named, lead, queries, keys, valid))
     if causal is False and not windowed and key_lengths is None and segments is None:
         return found
     lo, hi = np.zeros((*valid.shape, queries), np.intp), np.broadcast_to(valid[..., None], (*valid.shape, queries))
@@ -144,7 +155,7 @@ def structure(
         if causal is not False:
             ahead = position + 1
             if prefix_lengths is not None:
-                ahead = np.maximum(ahead, _per_item("prefix_lengths", prefix_lengths, lead)[..., None])
+                ahead = np.maximum(ahead, _prefixes(prefix_lengths, lead)[..., None])
             hi = np.minimum(hi, ahead)
         if right is not None:
             hi = np.minimum(hi, position + right + 1)
@@ -181,6 +192,8 @@ def _segment_ids(segments: Any, lead: tuple[int, ...], queries: int, keys: int) 
                 f"attention: segments ({name} ids) has shape {array.shape}; it must broadcast to {(*lead, length)}"
             )
         ids.append(array.reshape((1,) * (len(lead) + 1 - array.ndim) + array.shape))
+    if np.result_type(*ids).kind == "f":  # int64 beside uint64: NumPy would compare them as float64
+        ids = [array.astype(object) for array in ids]
     return ids[0], ids[1]
 
 
