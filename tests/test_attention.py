@@ -316,6 +316,16 @@ def test_out_may_overlap_inputs(impl):
         np.testing.assert_array_equal(arrays[target], want)
 
 
+@pytest.mark.parametrize("name", ["sinks", "alibi_slopes"])
+def test_out_may_overlap_what_belongs_to_the_heads(impl, name):
+    q, k, v = inputs(np.random.default_rng(15), 1, 8, 8, 400, 400, 16, 16, np.float64)
+    out = np.zeros(q.shape)
+    per_head = out[0, 0, 0, :8]
+    per_head[:] = 0.5
+    want = attention(q, k, v, **{name: per_head.copy()})
+    np.testing.assert_array_equal(attention(q, k, v, out=out, **{name: per_head}), want)
+
+
 def test_inputs_are_not_modified(impl):
     rng = np.random.default_rng(14)
     arrays = [

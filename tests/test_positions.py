@@ -1,4 +1,7 @@
-"""positional_encoding() against 60 digits of mpmath. Every test runs on each implementation (fixture `impl`)."""
+"""positional_encoding() against 60 digits of mpmath; relative-position biases against dense gathers.
+
+Every test runs on each implementation (fixture `impl`).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import mpmath
 import numpy as np
 import pytest
 
-from attentile import positional_encoding, use_backend
+from attentile import attention, positional_encoding, relative_bias, t5_bias, t5_buckets, use_backend
 
 pytestmark = pytest.mark.usefixtures("impl")
 
@@ -286,3 +289,141 @@ def test_strict_floating_point_errors_of_the_caller_do_not_matter():
     with np.errstate(all="raise"):
         found = positional_encoding(4, 600, base=1e308, dtype=np.float64)
     assert np.isfinite(found).all()
+
+
+# ---- relative-position bias ----
+
+
+def slow_bucket(distance: int, bidirectional: bool, num_buckets: int, max_distance: int) -> int:
+    """The published rule, with its logarithms taken to 50 digits."""
+    bucket = 0
+    if bidirectional:
+        num_buckets //= 2
+        bucket = num_buckets if distance > 0 else 0
+        distance = abs(distance)
+    else:
+        distance = max(-distance, 0)
+    exact = num_buckets // 2
+    if distance < exact:
+        return bucket + distance
+    with mpmath.workdps(50):
+        share = mpmath.log(mpmath.mpf(distance) / exact) / mpmath.log(mpmath.mpf(max_distance) / exact)
+        return bucket + min(exact + int(mpmath.floor(share * (num_buckets - exact) + 1e-40)), num_buckets - 1)
+
+
+def memory(view: np.ndarray) -> int:
+    """Numbers that the array at the end of the chain of bases owns."""
+    while view.base is not None:
+        view = view.base
+    return view.size
+
+
+def dense_bias(table: np.ndarray, queries: int, keys: int, q_start: int) -> np.ndarray:
+    reach = table.shape[1] // 2
+    bias = np.empty((len(table), queries, keys), table.dtype)
+    for h, i, j in np.ndindex(bias.shape):
+        bias[h, i, j] = table[h, min(max(j - (q_start + i), -reach), reach) + reach]
+    return bias
+
+
+@pytest.mark.parametrize(("queries", "keys", "q_start"), [(1, 1, 0), (5, 9, 0), (9, 5, -3), (1, 40, 39), (7, 7, 1000)])
+@pytest.mark.parametrize("reach", [0, 2, 30])
+def test_relative_bias_is_the_dense_gather(queries, keys, q_start, reach):
+    table = np.random.default_rng(1).standard_normal((3, 2 * reach + 1))
+    view = relative_bias(table, queries, keys, q_start=q_start)
+    np.testing.assert_array_equal(view, dense_bias(table, queries, keys, q_start))
+    assert not view.flags.writeable
+    assert memory(view) == 3 * (queries + keys - 1)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("make", ["relative", "t5", "t5 decoder"])
+def test_attention_with_the_view_has_the_bits_of_the_dense_bias(dtype, make):
+    rng = np.random.default_rng(2)
+    q, k, v = (rng.standard_normal((2, 3, n, 16)).astype(dtype) for n in (70, 300, 300))
+    if make == "relative":
+        bias = relative_bias(rng.standard_normal((3, 65)).astype(dtype), 70, 300, q_start=230)
+    else:
+        table = rng.standard_normal((32, 3)).astype(dtype)
+        bias = t5_bias(table, 70, 300, bidirectional=make == "t5", q_start=230)
+    assert bias.dtype == dtype
+    assert bias.strides[1] == -bias.itemsize
+    found = attention(q, k, v, bias=bias, causal="lower_right", scale=1.0)
+    assert np.array_equal(found, attention(q, k, v, bias=bias.copy(), causal="lower_right", scale=1.0))
+    assert not np.array_equal(found, attention(q, k, v, causal="lower_right", scale=1.0))
+
+
+def test_memory_of_a_long_bias():
+    view = t5_bias(np.ones((32, 8), np.float32), 100_000, 100_000)
+    assert view.shape == (8, 100_000, 100_000)
+    assert memory(view) == 8 * 199_999
+
+
+def test_half_tables_become_float32():
+    assert relative_bias(np.ones((1, 3), np.float16), 2, 2).dtype == np.float32
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(0, 4), (4, 0), (0, 0)])
+def test_empty_bias(queries, keys):
+    assert relative_bias(np.ones((2, 3)), queries, keys).shape == (2, queries, keys)
+    assert t5_bias(np.ones((32, 2)), queries, keys).shape == (2, queries, keys)
+
+
+def test_t5_buckets_by_hand():
+    distances = [-1000, -128, -64, -32, -16, -8, -3, -2, -1, 0, 1, 2, 3, 7, 8, 11, 12, 16, 64, 91, 128, 1000]
+    expected = [15, 15, 14, 12, 10, 8, 3, 2, 1, 0, 17, 18, 19, 23, 24, 24, 25, 26, 30, 31, 31, 31]
+    np.testing.assert_array_equal(t5_buckets(distances), expected)
+    decoder = t5_buckets([3, 0, -1, -15, -16, -18, -19, -112, -113, -1000], bidirectional=False)
+    np.testing.assert_array_equal(decoder, [0, 0, 1, 15, 16, 16, 17, 30, 31, 31])
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (16, 64), (64, 1000), (4, 20), (320, 800)])
+def test_t5_buckets_against_the_rule(bidirectional, num_buckets, max_distance):
+    distances = np.r_[-1100:1101:3, -129:130]
+    found = t5_buckets(distances, bidirectional=bidirectional, num_buckets=num_buckets, max_distance=max_distance)
+    expected = [slow_bucket(int(d), bidirectional, num_buckets, max_distance) for d in distances]
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_t5_buckets_of_any_integers():
+    far = t5_buckets(np.array([-(2**63), 2**63 - 1]))
+    np.testing.assert_array_equal(far, [15, 31])
+    np.testing.assert_array_equal(t5_buckets(np.array([2**64 - 1, 3], np.uint64)), [31, 19])
+    assert t5_buckets(np.zeros((2, 0, 3), np.int8)).shape == (2, 0, 3)
+
+
+def test_t5_bias_is_the_dense_gather():
+    table = np.random.default_rng(3).standard_normal((16, 2))
+    for bidirectional in (True, False):
+        view = t5_bias(table, 30, 50, bidirectional=bidirectional, max_distance=40, q_start=7)
+        distance = np.arange(50) - (7 + np.arange(30)[:, None])
+        bucket = t5_buckets(distance, bidirectional=bidirectional, num_buckets=16, max_distance=40)
+        np.testing.assert_array_equal(view, np.moveaxis(table[bucket], -1, 0))
+        assert memory(view) == 2 * 79
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: relative_bias(np.ones((2, 4)), 3, 3), ValueError, r"relative_bias: table has shape \(2, 4\); .*odd"),
+        (lambda: relative_bias(np.ones(3), 3, 3), ValueError, r"relative_bias: table has shape \(3,\)"),
+        (lambda: relative_bias([[1, 2, 3]], 3, 3), TypeError, "relative_bias: table has dtype int64"),
+        (lambda: relative_bias(np.ones((2, 3)), -1, 3), ValueError, "relative_bias: queries is -1"),
+        (lambda: relative_bias(np.ones((2, 3)), 3, 3.0), TypeError, "relative_bias: keys is 3.0"),
+        (lambda: relative_bias(np.ones((2, 3)), 3, 3, q_start=[0]), TypeError, r"relative_bias: q_start is \[0\]"),
+        (lambda: t5_bias(np.ones((31, 3)), 3, 3), ValueError, "t5_bias: num_buckets is 31; it must be even"),
+        (lambda: t5_buckets([1.0]), TypeError, "t5_buckets: distances has dtype float64"),
+        (lambda: t5_buckets([1], max_distance=8), ValueError, "t5_buckets: max_distance is 8; .*larger than 8"),
+        (lambda: t5_buckets([1], num_buckets=1, bidirectional=False), ValueError, "num_buckets is 1; .*at least 2"),
+        (lambda: t5_buckets([1], num_buckets=2.5), TypeError, "t5_buckets: num_buckets is 2.5"),
+    ],
+)
+def test_bias_errors(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_far_queries_do_not_wrap():
+    found = relative_bias(np.array([[-1.0, 0.0, 1.0]]), 2, 2, q_start=2**70)
+    assert (found == -1).all()

@@ -124,7 +124,7 @@ def _per_head(name: str, value: Any, heads: int) -> Array | None:
         raise TypeError(f"attention: {name} has dtype {array.dtype}; it must be a real number per query head")
     if array.shape != (heads,):
         raise ValueError(f"attention: {name} has shape {array.shape}; it must be ({heads},), one per query head")
-    return np.ascontiguousarray(array, np.float64)
+    return np.array(array, np.float64)  # a copy: it is read during the pass, and out may overlap it
 
 
 def _broadcast(name: str, array: Array, shape: tuple[int, ...]) -> Array:

@@ -29,7 +29,7 @@ MAX_BLOCKS, TASK_ROWS, TASKS_PER_THREAD, SERIAL_FLOPS = 8, 192, 8, 4e6
 _DEFAULTS: dict[str, Any] = {
     "mask": None, "bias": None, "causal": False, "q_start": None, "window": None, "key_lengths": None,
     "prefix_lengths": None, "segments": None, "scale": None, "softcap": None, "sinks": None, "alibi_slopes": None,
-    "return_lse": False, "return_weights": False, "out": None, "num_threads": None,
+    "score_mod": None, "return_lse": False, "return_weights": False, "out": None, "num_threads": None,
 }  # fmt: skip
 
 
@@ -60,17 +60,16 @@ class Explanation:
 
     @property
     def visited_percent(self) -> float:
-        return 100 * self.chunks_visited / self.chunks if self.chunks else 0.0
+        return 100 * self.chunks_visited / max(self.chunks, 1)
 
     @property
     def skipped_percent(self) -> float:
-        return 100 - self.visited_percent if self.chunks else 0.0
+        return 100 * (self.chunks - self.chunks_visited) / max(self.chunks, 1)
 
     def __str__(self) -> str:
-        path = self.path if self.path == "NumPy" else f"{self.path}{'' if 'lane' in self.path else ' path'}, {self.isa}"
-        kinds = f"{self.compute} arithmetic, {self.dtype} result"
+        path = {"NumPy": "NumPy", "general": f"general path, {self.isa}"}.get(self.path, f"{self.path}, {self.isa}")
         threads = f"{self.threads} thread{'s' * (self.threads != 1)}"
-        lines = [f"attention: {path}, {kinds}, {threads}"]
+        lines = [f"attention: {path}, {self.compute} arithmetic, {self.dtype} result, {threads}"]
         rows = [("path", self.why_path), ("shapes", self.shapes)]
         if self.lanes:
             rows.append(
@@ -140,13 +139,12 @@ def explain(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -> Explana
     copies = _copies(given, call)
     if chosen["out"] is not None:
         copies.update(_out_copy(chosen["out"], call))
-    wide = path != "NumPy"
     dense = 2 * math.prod(call.scores) * (call.q.shape[-1] + call.v.shape[-1])
     return Explanation(
-        path, why, config.active.get_isa() if config.active is not None else "none (NumPy)", call.compute, call.dtype,
+        path, why, _isa(call.options.get("score_mod")) or "none (NumPy)", call.compute, call.dtype,
         f"q {np.shape(q)}, k {np.shape(k)}, v {np.shape(v)} -> {call.shape[call.drop :]}", count.threads, count.calls,
         count.lanes, VECTORS * count.lanes, count.blocks, count.tasks, count.rows / max(count.pitches, 1),
-        count.chunks if wide else 0, count.visited if wide else 0, count.useful, count.executed if wide else dense,
+        count.chunks, count.visited, count.useful, count.executed if count.lanes else dense,
         _output_bytes(call, chosen), copies, tuple(_notes(call, chosen, count)),
     )  # fmt: skip
 
@@ -154,10 +152,17 @@ def explain(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -> Explana
 # ---- the way to the core ----
 
 
+def _isa(score_mod: Any) -> str | None:
+    """The instruction set whose kernels will run, None for NumPy."""
+    return None if config.active is None or score_mod is not None else str(config.active.get_isa())
+
+
 def _path(given: dict[str, Any], options: dict[str, Any]) -> tuple[str, str]:
     """(path, why): the conditions of attention() and of attend_plain() of the core, in their order."""
     if config.active is None:
         return "NumPy", f"{config.show_config(as_dict=True)['backend_why']}; no compiled kernels"  # type: ignore[index]
+    if options["score_mod"] is not None:
+        return "NumPy", "score_mod= is a Python function, which the compiled kernels cannot call"
     special = [name for name in _DEFAULTS if name not in ("scale", "num_threads")]
     special = [name for name in special if options[name] is not _DEFAULTS[name]]
     special = [name for name in special if "return" not in name or options[name]]
@@ -221,7 +226,9 @@ def _out_copy(out: Any, call: Call) -> dict[str, str]:
     _check_out(out, call.shape[call.drop :], call.dtype)
     if out.size == 0 or np.may_share_memory(_target(out, call), out):
         return {}
-    if out.dtype != call.compute:
+    if call.options.get("score_mod") is not None:
+        why = "score_mod= given"
+    elif out.dtype != call.compute:
         why = f"computed in {call.compute}"
     elif not out.flags.aligned:
         why = "not aligned"
@@ -266,7 +273,7 @@ class _Count:
 
 def _count(call: Call, out: Any) -> _Count:
     """Follows call.execute() with a recorder in the place of the core."""
-    isa = config.active.get_isa() if config.active is not None else None
+    isa = _isa(call.options.get("score_mod"))
     lanes = LANES.get(isa, LANES["generic"])[call.compute.itemsize == 8] if isa is not None else 0
     count = _Count(call.threads, lanes)
     if 0 in call.shape or call.k.shape[-2] == 0:
@@ -293,7 +300,7 @@ def _count_call(
     """One call of the core: division as divide() and run_job() do it, then each block of rows that differs."""
     (batch, heads, queries, width), kv_heads, keys = q.shape, k.shape[1], k.shape[2]
     group = heads // kv_heads
-    rows, block_rows = group * queries, max(VECTORS * count.lanes, 1) if count.lanes else VECTORS * 16
+    rows, block_rows = group * queries, VECTORS * (count.lanes or 16)  # NumPy has no blocks: any number will do
     _divide(count, batch * kv_heads, rows, block_rows, 2.0 * batch * heads * queries * keys * (width + v.shape[3]))
     # Items and heads that share intervals, mask and bias are counted once.
     same_items = (lo is None or len(lo) == 1) and all(
@@ -337,15 +344,14 @@ def _count_block(
 ) -> None:  # fmt: skip
     """One block of rows, as score_chunk() goes over its keys: words of 32 that no row sees are left out."""
     pitch = -(-lo.size // count.lanes) * count.lanes if count.lanes else lo.size
-    n_chunks = -(-keys // CHUNK)
     count.rows += times * lo.size
     count.pitches += times * pitch
-    count.chunks += times * n_chunks
+    count.chunks += times * -(-keys // CHUNK) * (count.lanes > 0)
     some = lo < hi
     if not some.any():
         return
     first, end = int(lo[some].min()) // CHUNK * CHUNK, int(hi[some].max())
-    shape = (-(-(end - first) // CHUNK), CHUNK // WORD)
+    shape = -(-(end - first) // CHUNK), CHUNK // WORD
     if seen is None and added is None:
         pairs = int((hi - lo)[some].sum())
         words = _words_of_intervals(lo[some] - first, hi[some] - first, shape)
@@ -368,7 +374,7 @@ def _count_block(
     visited = words.any(axis=1)
     scored = int((ends - starts)[words].sum())
     weighed = int((np.where(words, ends, 0).max(axis=1) - np.where(words, starts, end).min(axis=1))[visited].sum())
-    count.visited += times * int(visited.sum())
+    count.visited += times * int(visited.sum()) * (count.lanes > 0)
     count.idle += times * int((visited & ~allowed.any(axis=1)).sum())
     count.useful += times * 2 * pairs * (width + value_width)
     count.executed += times * 2 * pitch * (scored * width + weighed * value_width)
@@ -387,7 +393,8 @@ def _words_of_keys(visible: Array, shape: tuple[int, int]) -> Array:
     """Which words of 32 keys have one that some row sees: (chunk, word)."""
     whole = np.zeros((*shape, WORD), bool)
     whole.reshape(-1)[: visible.shape[1]] = visible.any(axis=0)
-    return np.logical_or.reduce(whole, axis=2)
+    words: Array = np.logical_or.reduce(whole, axis=2)
+    return words
 
 
 # ---- notes ----
@@ -398,7 +405,7 @@ def _notes(call: Call, options: dict[str, Any], count: _Count) -> list[str]:
     notes = []
     *_, queries, keys = call.scores
     if 0 in call.shape or keys == 0:
-        return ["an axis is empty: nothing is computed, the result holds zeros or nothing"]
+        return ["an axis is empty: nothing is computed"]
     if options["mask"] is not None and call.keys.same_segment is None and call.mask is not None:
         form = _as_structure(call.mask, queries, keys)
         if form == "":
@@ -420,9 +427,9 @@ def _notes(call: Call, options: dict[str, Any], count: _Count) -> list[str]:
     if call.dtype.itemsize < 4:
         notes.append(f"{call.dtype} is converted to {call.compute} as a whole, and the result rounded once")
     if count.lanes and count.rows * 2 <= count.pitches:
-        per_head = queries * (call.q.shape[-3] // call.k.shape[-3])
-        used = "one lane" if per_head == 1 else f"{per_head} lanes"
-        notes.append(f"L = {queries}: {used} of a vector of {count.lanes} {'is' if per_head == 1 else 'are'} used")
+        lanes = queries * (call.q.shape[-3] // call.k.shape[-3])
+        used = "one lane is" if lanes == 1 else f"{lanes} lanes are"
+        notes.append(f"L = {queries}: {used} used of a vector of {count.lanes}")
     if count.calls > 1:
         notes.append(f"the batch axes do not fold into one: {count.calls} calls of the core, one after the other")
     if count.lanes and count.threads < call.threads:
@@ -431,7 +438,7 @@ def _notes(call: Call, options: dict[str, Any], count: _Count) -> list[str]:
     if options["return_weights"]:
         notes.append("weights are an (L, S) array: attention_stats() gives their statistics without it")
     if not count.lanes:
-        notes.append("NumPy computes every score, the masked ones too, one head at a time in L x S memory")
+        notes.append("NumPy computes every score, the masked ones too, a head and a tile of rows at a time")
     return notes
 
 
@@ -448,11 +455,8 @@ def _as_structure(mask: Array, queries: int, keys: int) -> str | None:
     lo, hi = lo[..., 0, :].reshape(-1, lo.shape[-1]), hi[..., 0, :].reshape(-1, hi.shape[-1])
     if not lo.any() and (hi == hi[:, :1]).all():
         return "" if (hi == keys).all() else "key_lengths="
-    for start in dict.fromkeys((0, keys - queries)):
-        form = _band(lo, hi, start, queries, keys)
-        if form is not None:
-            return form
-    return None
+    forms = [form for start in (0, keys - queries) if (form := _band(lo, hi, start, queries, keys)) is not None]
+    return min(forms, default=None)  # "causal" before "window"
 
 
 def _band(lo: Array, hi: Array, start: int, queries: int, keys: int) -> str | None:

@@ -251,9 +251,9 @@ def _distances(queries: int, keys: int, first: int) -> Array:
     return np.arange(queries + keys - 1) - (first + queries - 1)
 
 
-def _along_diagonals(vectors: Array, queries: int, keys: int) -> Array:
+def _along_diagonals(vectors: Array, keys: int) -> Array:
     """(H, L, S) view of vectors (H, L + S - 1): entry [h, i, j] is vectors[h, L - 1 - i + j]."""
-    view: Array = np.lib.stride_tricks.sliding_window_view(vectors, keys, axis=1)[:, ::-1]
+    view: Array = np.lib.stride_tricks.sliding_window_view(np.ascontiguousarray(vectors), keys, axis=1)[:, ::-1]
     return view
 
 
@@ -316,7 +316,7 @@ def relative_bias(table: ArrayLike, queries: int, keys: int, *, q_start: int = 0
     if rows == 0 or columns == 0:
         return _nothing(len(array), rows, columns, array.dtype)
     reach = array.shape[1] // 2
-    return _along_diagonals(array[:, np.clip(_distances(rows, columns, first), -reach, reach) + reach], rows, columns)
+    return _along_diagonals(array[:, np.clip(_distances(rows, columns, first), -reach, reach) + reach], columns)
 
 
 @lru_cache(maxsize=64)
@@ -463,4 +463,4 @@ def t5_bias(
     if rows == 0 or columns == 0:
         return _nothing(array.shape[1], rows, columns, array.dtype)
     bucket = _buckets(_distances(rows, columns, first), buckets, reach, bidirectional)
-    return _along_diagonals(array.T[:, bucket], rows, columns)
+    return _along_diagonals(array.T[:, bucket], columns)

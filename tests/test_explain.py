@@ -1,0 +1,371 @@
+"""explain() against brute-force counts and against what the library does; draw_mask() against drawings by hand."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import sys
+
+import numpy as np
+import pytest
+from oracle import allowed_keys
+
+from attentile import attention, config, draw_mask, explain, relative_bias, use_backend
+from attentile.explain import LANES, VECTORS
+
+RNG = np.random.default_rng(70)
+
+
+def arrays(queries=300, keys=700, heads=4, kv_heads=2, width=8, dtype=np.float32):
+    q, k, v = (np.zeros((2, h, n, width), dtype) for h, n in ((heads, queries), (kv_heads, keys), (kv_heads, keys)))
+    return q, k, v
+
+
+SHORT = np.zeros((2, 1, 1, 700), bool)
+SHORT[0, ..., :100] = SHORT[1, ..., :513] = True
+HOLES = RNG.random((4, 300, 700)) < 0.002
+HOLES[:, :, 256:512] = False
+CASES = {
+    "plain": {},
+    "causal": {"causal": "lower_right"},
+    "upper left": {"causal": "upper_left"},
+    "window": {"causal": "lower_right", "window": (40, None)},
+    "two-sided window": {"q_start": 100, "window": (3, 70)},
+    "padding": {"key_lengths": [37, 600]},
+    "no keys": {"key_lengths": [0, 256]},
+    "prefix": {"causal": "upper_left", "prefix_lengths": [290, 0]},
+    "segments": {"segments": (np.arange(300) // 40, np.arange(700) // 90)},
+    "scattered segments": {"segments": (np.arange(300) // 40, np.arange(700) % 500 // 90)},
+    "dense padding": {"mask": SHORT},
+    "dense holes": {"mask": HOLES},
+    "mask and causal": {"mask": HOLES, "causal": "lower_right"},
+    "bias": {"bias": np.where(HOLES, 0.5, -np.inf)},
+    "bias and window": {"bias": np.where(HOLES, 0.5, -np.inf), "q_start": 200, "window": (100, 100)},
+}
+
+
+@functools.cache
+def seen_keys(name):
+    """Which keys of arrays() the intervals and the mask of a case allow."""
+    options = {option: value for option, value in CASES[name].items() if option != "bias"}
+    return allowed_keys((2, 4, 300, 700), **options)
+
+
+def counted(name, block_rows):
+    """(chunks, visited chunks, allowed pairs) of a case, counted the slow and obvious way."""
+    seen = seen_keys(name)
+    chunks = visited = 0
+    for rows in seen.reshape(4, 600, 700):  # items x key heads, two query heads each
+        for first in range(0, 600, block_rows):
+            for key in range(0, 700, 256):
+                chunks += 1
+                visited += rows[first : first + block_rows, key : key + 256].any()
+    pairs = seen & (CASES[name]["bias"] != -np.inf) if "bias" in CASES[name] else seen
+    return chunks, visited, int(pairs.sum())
+
+
+# ---- numbers ----
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_chunks_and_pairs_against_brute_force(impl, name):
+    q, k, v = arrays()
+    found = explain(q, k, v, **CASES[name])
+    block_rows = found.block_rows or 48
+    chunks, visited, pairs = counted(name, block_rows)
+    assert found.useful_flops == 2 * pairs * (8 + 8)
+    if impl == "reference":
+        assert found.path == "NumPy"
+        assert found.executed_flops == 2 * (2 * 4 * 300 * 700) * 16
+        return
+    assert found.block_rows == VECTORS * LANES[impl][0]
+    assert (found.chunks, found.chunks_visited) == (chunks, visited)
+    assert found.skipped_percent == pytest.approx(100 * (1 - visited / chunks))
+    if "bias" not in CASES[name]:
+        assert found.executed_flops >= found.useful_flops
+
+
+def test_executed_flops_of_small_cases(compiled):
+    lanes = LANES[compiled][0]
+    q, k, v = (np.zeros((1, 1, n, 8), np.float32) for n in (1, 300, 300))
+    per_key = 2 * lanes * 16
+    assert explain(q, k, v).executed_flops == 300 * per_key
+    # From the word that 40 is in, to the last key; and with a hole: values run over it, scores do not.
+    assert explain(q, k, v, q_start=100, window=(60, 0), causal=True).executed_flops == (101 - 32) * per_key
+    mask = np.zeros(300, bool)
+    mask[[5, 100]] = True
+    assert explain(q, k, v, mask=mask).executed_flops == 2 * lanes * 8 * (64 + 128)
+
+
+def test_lanes_mirror_the_kernels(compiled):
+    core = config.core()
+    chains = 12  # AT_PEAK_CHAINS
+    for isa, there in core.isas().items():
+        if there:
+            with use_backend("compiled", isa):
+                assert tuple(core.fma_rounds(size, 1) / (2 * chains) for size in (4, 8)) == LANES[isa]
+
+
+def test_threads_and_tasks(compiled):
+    q = np.zeros((1, 1, 48, 64), np.float32)
+    small = explain(q, q, q, num_threads=2)
+    assert small.threads == 1
+    assert "1 of 2 threads: under 4e+06 FLOP" in small.notes
+    x = np.zeros((2, 4, 512, 64), np.float32)
+    assert explain(x, x, x, num_threads=2).threads == 2
+    one = explain(x[:1, :1, :1], np.zeros((1, 1, 60_000, 64), np.float32), np.zeros((1, 1, 60_000, 64), np.float32),
+                  num_threads=2)  # fmt: skip
+    assert (one.tasks, one.threads) == (1, 1)
+    assert "1 of 2 threads: 1 tasks" in one.notes
+
+
+def test_one_row_uses_one_lane(compiled):
+    x = np.zeros((1, 2, 40, 8), np.float32)
+    found = explain(x[:, :, :1], x, x)
+    assert found.lane_use == 1 / found.lanes
+    assert any(note == f"L = 1: one lane is used of a vector of {found.lanes}" for note in found.notes)
+    grouped = explain(np.zeros((1, 6, 1, 8), np.float32), x, x)
+    assert grouped.lane_use == 3 / grouped.lanes or grouped.lanes < 16
+
+
+def test_output_bytes():
+    q, k, v = (x.astype(np.float16) for x in arrays(5, 7))
+    assert explain(q, k, v).output_bytes == attention(q, k, v).nbytes
+    full = attention(q, k, v, return_lse=True, return_weights=True)
+    assert explain(q, k, v, return_lse=True, return_weights=True).output_bytes == sum(x.nbytes for x in full)
+
+
+# ---- path and copies ----
+
+
+def misaligned(x):
+    raw = np.zeros(x.nbytes + 1, np.uint8)[1:].view(x.dtype).reshape(x.shape)
+    raw[...] = x
+    return raw
+
+
+def variants():
+    q, k, v = arrays(5, 7)
+    yield "plain", (q, k, v), {}, True
+    yield "float64", tuple(x.astype(np.float64) for x in (q, k, v)), {"scale": 0.5}, True
+    yield "strided rows", (q[:, :, ::2], k[:, :, ::-1], v), {}, True
+    yield "scale of int", (q, k, v), {"scale": 1}, False
+    yield "scale of NumPy", (q, k, v), {"scale": np.float64(1)}, False
+    yield "float16", tuple(x.astype(np.float16) for x in (q, k, v)), {}, False
+    yield "mixed", (q, k.astype(np.float64), v), {}, False
+    yield "swapped", (q, k.astype(">f4"), v), {}, False
+    yield "transposed", (q, np.asfortranarray(k), v), {}, False
+    yield "misaligned", (q, k, misaligned(v)), {}, False
+    yield "batch of one", (q, k[:1], v), {}, False
+    yield "three axes", (q[0], k[0], v[0]), {}, False
+    yield "list", (q.tolist(), k, v), {}, False
+    yield "empty", (q[:, :, :0], k, v), {}, False
+
+
+@pytest.mark.parametrize(
+    ("name", "qkv", "options", "plain"), list(variants()), ids=lambda x: x if isinstance(x, str) else ""
+)
+def test_path_is_the_one_that_runs(compiled, name, qkv, options, plain):
+    ran = config.core().attend_plain(*qkv, options.get("scale"), 1) is not None
+    found = explain(*qkv, **options)
+    assert (found.path == "plain express lane") == ran == plain, found.why_path
+
+
+@pytest.mark.parametrize("option", [{"return_lse": True}, {"mask": True}, {"causal": np.False_}, {"softcap": 1.0}])
+def test_an_option_takes_the_general_path(compiled, option):
+    found = explain(*arrays(5, 7), **option)
+    assert (found.path, found.why_path) == ("general", f"{next(iter(option))}= given")
+
+
+def test_options_are_those_of_attention():
+    from attentile.explain import _DEFAULTS
+
+    parameters = list(inspect.signature(attention).parameters.values())[3:]
+    assert {p.name: p.default for p in parameters} == _DEFAULTS
+
+
+def test_score_mod_is_numpy(impl):
+    found = explain(*arrays(5, 7), score_mod=lambda scores, b, h, i, j: scores)
+    assert (found.path, found.isa) == ("NumPy", "none (NumPy)")
+
+
+def test_copies():
+    q, k, v = arrays(5, 7)
+    assert explain(q, k[:, :, ::-1], v).copies == {}
+    found = explain(q.astype(np.float16), np.asfortranarray(k), misaligned(v)).copies
+    assert list(found) == ["q", "k", "v"]
+    assert found["q"].startswith("float16 is converted to float32 as a whole")
+    assert found["k"].startswith("last axis not contiguous")
+    assert found["v"].startswith("not aligned")
+    assert explain(q, k.astype(">f4"), v).copies["k"].startswith("its bytes are swapped")
+    assert explain(q.tolist(), k, v).copies["q"].startswith("an array is made from a list")
+    mask = np.ones((5, 7), bool)
+    assert explain(q, k, v, mask=mask, bias=np.zeros((5, 7), np.float32)).copies == {}
+    assert explain(q, k, v, bias=np.zeros((7, 5), np.float32).T).copies == {}
+    assert list(explain(q, k, v, mask=mask, bias=np.zeros((5, 7))).copies) == ["bias"]
+
+
+def test_copies_of_out():
+    q, k, v = arrays(5, 7)
+    q = np.zeros((2, 4, 5, 8), np.float32)
+    out = np.full((2, 4, 5, 8), 7, np.float32)
+    assert explain(q, k, v, out=out).copies == {}
+    assert (out == 7).all()
+    assert "overlaps an input" in explain(q, k, v, out=q).copies["out"]
+    assert "not contiguous" in explain(q, k, v, out=np.asfortranarray(out)).copies["out"]
+    half = [x.astype(np.float16) for x in (q, k, v)]
+    assert "computed in float32" in explain(*half, out=out.astype(np.float16)).copies["out"]
+    with pytest.raises(ValueError, match="out has shape"):
+        explain(q, k, v, out=out[:1])
+
+
+# ---- notes ----
+
+
+def band(queries, keys, start, left, right):
+    distance = np.arange(keys) - (start + np.arange(queries)[:, None])
+    return (distance >= -left) & (distance <= right)
+
+
+@pytest.mark.parametrize(
+    ("mask", "form"),
+    [
+        (band(6, 6, 0, 9, 0), "causal=True"),
+        (band(4, 6, 0, 9, 0), 'causal="upper_left"'),
+        (band(4, 6, 2, 9, 0), 'causal="lower_right"'),
+        (band(6, 6, 0, 2, 0), "causal=True, window=(2, None)"),
+        (band(6, 6, 0, 2, 1), "window=(2, 1)"),
+        (band(4, 6, 2, 1, 1), "window=(1, 1), q_start=2"),
+        (np.arange(6) < 4, "key_lengths="),
+        (band(6, 6, 0, 9, 0) & (np.arange(6) < 4), "causal=True, key_lengths="),
+    ],
+)
+def test_a_dense_mask_is_recognised(mask, form):
+    queries, keys = (mask.shape[0], 6) if mask.ndim == 2 else (6, 6)
+    x = np.zeros((2, 1, 6, 8), np.float32)
+    note = explain(x[:, :, :queries], x, x, mask=mask).notes[0]
+    assert note == f"mask is dense and says {form}: give that instead, and no (L, S) array is read"
+    named = eval(f"dict({form.replace('key_lengths=', 'key_lengths=4')})")  # and it does say the same
+    assert keys == 6
+    np.testing.assert_array_equal(
+        allowed_keys((2, 1, queries, 6), **named), np.broadcast_to(mask, (2, 1, queries, 6))
+    )  # fmt: skip
+
+
+def test_other_masks_are_not_recognised():
+    x = np.zeros((1, 2, 6, 8), np.float32)
+    hole = np.tri(6, dtype=bool)
+    hole[5, 2] = False
+    for mask in (np.eye(6, dtype=bool)[::-1], ~np.eye(6, dtype=bool), hole):
+        assert not any("mask is" in note for note in explain(x, x, x, mask=mask).notes)
+    heads = np.stack([np.tri(6, dtype=bool), np.ones((6, 6), bool)])
+    assert not any("mask is" in note for note in explain(x, x, x, mask=heads).notes)
+    assert explain(x, x, x, mask=True).notes[0] == "mask is True everywhere: leave it out"
+
+
+def test_notes_on_bias_and_halves(compiled):
+    x = np.zeros((1, 1, 600, 8), np.float32)
+    dead = np.where(np.arange(600) < 256, 0, -np.inf).astype(np.float32)
+    assert any("nothing but 0 and -inf" in note for note in explain(x, x, x, bias=dead).notes)
+    assert any("66.7 % of the visited chunks" in note for note in explain(x, x, x, bias=dead + 1).notes)
+    half = x.astype(np.float16)
+    assert any("float16 is converted to float32" in note for note in explain(half, half, half).notes)
+    slow = np.arange(600) % 3
+    assert any("(L, S) mask is made" in note for note in explain(x, x, x, segments=slow).notes)
+    view = relative_bias(np.zeros((1, 9), np.float32), 600, 600)
+    assert explain(x, x, x, bias=view).copies == {}
+
+
+def test_unfolded_batch_axes(compiled):
+    q = np.zeros((3, 2, 1, 5, 8), np.float32)
+    k = np.broadcast_to(np.zeros((2, 1, 7, 8), np.float32), (3, 2, 1, 7, 8))
+    assert explain(q, k, k).core_calls == 3
+    assert any("3 calls of the core" in note for note in explain(q, k, k).notes)
+
+
+def test_text(compiled):
+    text = str(explain(*arrays(), causal="lower_right"))
+    for words in ("general path", compiled, "float32 arithmetic", "causal= given", "% skipped", "copies  none"):
+        assert words in text
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0)])
+def test_empty(impl, shape):
+    q, k = np.zeros((1, 1, shape[0], 4)), np.zeros((1, 1, shape[1], 4))
+    found = explain(q, k, k)
+    assert (found.useful_flops, found.chunks, found.skipped_percent) == (0, 0, 0)
+    assert "nothing is computed" in str(found)
+
+
+def test_errors_are_those_of_attention():
+    q, k, v = arrays(5, 7)
+    with pytest.raises(ValueError, match="ambiguous"):
+        explain(q, k, v, causal=True)
+    with pytest.raises(TypeError, match=r"^explain: unexpected keyword argument 'causality'"):
+        explain(q, k, v, causality=True)
+
+
+# ---- draw_mask ----
+
+DRAWINGS = [
+    ({"queries": 3, "keys": 5, "causal": "upper_left"}, "  01234\n0 #....\n1 ##...\n2 ###.."),
+    ({"queries": 3, "keys": 5, "causal": "lower_right"}, "  01234\n0 ###..\n1 ####.\n2 #####"),
+    ({"queries": 2, "keys": 5, "causal": True, "q_start": 1}, "  01234\n0 ##...\n1 ###.."),
+    ({"queries": 4, "keys": 4, "window": (1, 1)}, "  0123\n0 ##..\n1 ###.\n2 .###\n3 ..##"),
+    ({"queries": 3, "keys": 3, "segments": [0, 1, 0]}, "  012\n0 #.#\n1 .#.\n2 #.#"),
+    ({"queries": 3, "keys": 3, "segments": [0, 1, 1], "key_lengths": 2}, "  012\n0 #..\n1 .#.\n2 .#."),
+    ({"queries": 3, "keys": 3, "causal": True, "prefix_lengths": 2}, "  012\n0 ##.\n1 ##.\n2 ###"),
+    ({"queries": 2, "keys": 3, "mask": [True, False, True]}, "  012\n0 #.#\n1 #.#"),
+]
+
+
+@pytest.mark.parametrize(("options", "text"), DRAWINGS)
+def test_drawing(options, text):
+    assert draw_mask(**options) == text
+
+
+def test_drawing_with_two_digits():
+    lines = draw_mask(queries=11, keys=12, causal="upper_left").splitlines()
+    assert lines[:3] == ["   0         1", "   012345678901", " 0 #..........."]
+    assert lines[-1] == "10 ###########."
+
+
+def test_large_drawing_is_sampled_down():
+    lines = draw_mask(queries=65, keys=130, causal="upper_left").splitlines()
+    assert lines[0].startswith("one character: 2 queries x 3 keys")
+    assert len(lines[3:]) == 33
+    assert [line.split()[1][:3] for line in lines[3:6]] == ["+..", "#+.", "#+."]  # 0-1, 2-3, 4-5
+    assert set(draw_mask(queries=1000, keys=999).splitlines()[-1].split()[1]) == {"#"}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"queries": 0}, ValueError, "^draw_mask: queries is 0"),
+        ({"window": 3}, TypeError, "^draw_mask: window is 3"),
+        ({"causal": True, "keys": 4}, ValueError, "^draw_mask: causal=True with 3 queries and 4 keys is ambiguous"),
+        ({"mask": [[1, 0, 1]]}, TypeError, "^draw_mask: mask has dtype int64"),
+        ({"mask": np.ones((2, 3), bool)}, ValueError, r"^draw_mask: mask has shape \(2, 3\)"),
+        ({"key_lengths": [1, 2]}, ValueError, "^draw_mask: key_lengths has shape"),
+        ({"file": "x.gif"}, ValueError, "^draw_mask: file is 'x.gif'; its name must end with .png or .svg"),
+    ],
+)
+def test_drawing_errors(options, error, words):
+    with pytest.raises(error, match=words):
+        draw_mask(**{"queries": 3, "keys": 3, **options})
+
+
+def test_a_picture_without_matplotlib(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"^draw_mask: file= needs matplotlib .*: pip install matplotlib"):
+        draw_mask(queries=3, keys=3, file=tmp_path / "x.png")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
+@pytest.mark.parametrize("kind", ["png", "svg"])
+def test_a_picture(tmp_path, kind):
+    file = tmp_path / f"x.{kind}"
+    assert draw_mask(queries=300, keys=2000, causal="lower_right", file=file)
+    assert file.stat().st_size > 1000
