@@ -71,6 +71,7 @@ cdef struct Shared:
     char *beta
     uint32_t *words                             # [WORDS][pitch]
     int kinds[WORDS]
+    at_ahead ahead                              # what the next scores fetch meanwhile; bytes = 0: nothing
 
 
 cdef inline Py_ssize_t aligned(Py_ssize_t nbytes) noexcept nogil:
@@ -201,7 +202,7 @@ cdef void find_head_scalars(const Job *job, Block *block, Py_ssize_t b, Py_ssize
 
 cdef void open_block(const Job *job, Block *block, char *free_bytes, Py_ssize_t b, Py_ssize_t kv_head,
                      Py_ssize_t start) noexcept nogil:
-    """Rows start .. start + n_rows of key head kv_head: pointers, intervals, packed queries."""
+    """Rows start .. start + n_rows of key head kv_head: buffers, pointers, intervals."""
     cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, head, i
     block.n_rows = min(job.block_rows, job.group * job.queries - start)
     block.vectors = <int> ((block.n_rows + job.tiles.lanes - 1) // job.tiles.lanes)
@@ -222,7 +223,6 @@ cdef void open_block(const Job *job, Block *block, char *free_bytes, Py_ssize_t 
     point_rows(job, <const char **> block.lse_rows, &job.lse, b, head, i, block.n_rows)
     find_intervals(job, block, b, i)
     find_head_scalars(job, block, b, head, i)
-    job.tiles.pack(block.qt, block.q_rows, block.n_rows, block.vectors, job.width, job.factor)
 
 
 cdef void start_rows(const Job *job, Block *block) noexcept nogil:

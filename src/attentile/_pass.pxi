@@ -28,6 +28,13 @@
 # ---------------------------------------------------------------------------------------------------------------
 # One chunk of keys
 # ---------------------------------------------------------------------------------------------------------------
+cdef inline void look_ahead(Shared *shared, const char **rows, Py_ssize_t n_rows, Py_ssize_t offset,
+                            Py_ssize_t nbytes) noexcept nogil:
+    """The next scores fetch these rows while they compute."""
+    shared.ahead.rows, shared.ahead.n_rows = rows, n_rows
+    shared.ahead.offset, shared.ahead.bytes = offset, nbytes
+
+
 cdef void score_run(const Job *job, Block *block, Shared *shared, const char *k, Py_ssize_t chunk, Py_ssize_t start,
                     Py_ssize_t stop, int kind) noexcept nogil:
     """Final scores of the keys chunk + start .. chunk + stop, and their maximum in shared.top.
@@ -37,16 +44,16 @@ cdef void score_run(const Job *job, Block *block, Shared *shared, const char *k,
     cdef const at_tiles *tiles = job.tiles
     cdef Py_ssize_t n = stop - start
     cdef char *st = shared.st + start * block.pitch * <Py_ssize_t> tiles.itemsize
-    cdef at_ahead ahead
     cdef int steps = (job.softcap != 0) + (job.bias.data != NULL) + (job.slopes != NULL) + (kind == MIXED)
     if kind == NONE:
         fill_reals(st, tiles.itemsize, n * block.pitch, -INFINITY)
         return
-    ahead.rows, ahead.n_rows = block.bias_rows, block.n_rows
-    ahead.offset, ahead.bytes = (chunk + start) * job.bias.column, n * job.bias.column
+    if job.bias.column == <Py_ssize_t> tiles.itemsize:
+        look_ahead(shared, block.bias_rows, block.n_rows, (chunk + start) * job.bias.column, n * job.bias.column)
     tiles.scores[block.vectors - 1](st, shared.unused if steps else shared.top, block.qt,
                                     k + (chunk + start) * job.k.row, job.k.row, job.width, n,
-                                    &ahead if job.bias.column == <Py_ssize_t> tiles.itemsize else NULL)
+                                    &shared.ahead if shared.ahead.bytes else NULL)
+    shared.ahead.bytes = 0
     if job.softcap != 0:
         steps -= 1
         tiles.softcap(st, shared.unused if steps else shared.top, block.vectors, n, -2 / job.softcap,
@@ -182,7 +189,8 @@ cdef void close_block(const Job *job, Block *block, Shared *shared) noexcept nog
 cdef void visit_chunks(const Job *job, Block **blocks, Py_ssize_t n_blocks, Shared *shared, const char *k,
                        const char *v, bint careful) noexcept nogil:
     """The loop over key chunks, from the first to the last that some row of the blocks sees."""
-    cdef Py_ssize_t lo = job.keys, hi = 0, x, c, start, stop
+    cdef Py_ssize_t lo = job.keys, hi = 0, x, c, start, stop, item = <Py_ssize_t> job.tiles.itemsize
+    shared.ahead.bytes = 0
     for x in range(n_blocks):
         start_rows(job, blocks[x])
         if job.weights.data != NULL:
@@ -191,6 +199,15 @@ cdef void visit_chunks(const Job *job, Block **blocks, Py_ssize_t n_blocks, Shar
         hi = max(hi, blocks[x].hi)
     for c in range(lo // AT_CHUNK, chunks_before(hi)):
         for x in range(n_blocks):
+            # Queries and outputs are touched once: the first chunk of a block fetches the queries of the next block,
+            # the last one the block's place in the output.
+            if c == lo // AT_CHUNK:
+                job.tiles.pack(blocks[x].qt, blocks[x].q_rows, blocks[x].n_rows, blocks[x].vectors, job.width,
+                               job.factor)
+            if c == lo // AT_CHUNK and x + 1 < n_blocks:
+                look_ahead(shared, blocks[x + 1].q_rows, blocks[x + 1].n_rows, 0, job.width * item)
+            elif c == chunks_before(hi) - 1:
+                look_ahead(shared, <const char **> blocks[x].out_rows, blocks[x].n_rows, 0, job.value_width * item)
             if score_chunk(job, blocks[x], shared, k, c * AT_CHUNK, &start, &stop):
                 weigh(job, blocks[x], shared, v, c * AT_CHUNK, start, stop, careful)
 

@@ -65,9 +65,11 @@ cdef void stats_task(void *stats_pointer, Py_ssize_t index, int slot) noexcept n
     cdef char *line = free_bytes + job.block_bytes
     cdef Block *block = <Block *> take(&free_bytes, sizeof(Block))
     cdef const char *k = at(&job.k, b, head // job.group, 0)
+    shared.ahead.bytes = 0
     while i < job.queries:
         open_block(job, block, free_bytes, b, head // job.group, head % job.group * job.queries + i)
         block.n_rows = min(block.n_rows, job.queries - i)      # a block of the pass may run on into the next head
+        job.tiles.pack(block.qt, block.q_rows, block.n_rows, block.vectors, job.width, job.factor)
         start_stats(job, stats, block, shared, b, head, i)
         for c in range(block.lo // AT_CHUNK, chunks_before(block.hi)):
             if not score_chunk(job, block, shared, k, c * AT_CHUNK, &start, &stop):
