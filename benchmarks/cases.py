@@ -12,16 +12,23 @@ that every result is held against; in the precision of a case it shows how much 
 """
 
 from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
 
 import numpy as np
 
 SEED = 20240
+CHECKED_PAIRS = 2**28  # of queries and keys, over all heads; a case with more is checked in some of its rows
 EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One attention problem. `mask` is None, "padding" (boolean, (B, 1, 1, S)) or "additive" (float, (1, 1, L, S))."""
+    """One attention problem. `mask` is None, "padding" (boolean, (B, 1, 1, S)) or "additive" (float, (1, 1, L, S)).
+
+    A causal case may have a `window`, the number of keys that a query sees, its own included. `segments` is the number
+    of documents of equal length packed into the rows, none of which sees another. `softcap` bounds the scores.
+    """
 
     name: str
     B: int
@@ -33,12 +40,22 @@ class Case:
     dtype: str
     causal: bool
     mask: str | None
+    window: int | None = None
+    segments: int | None = None
+    softcap: float | None = None
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of the useful work: two products of 2·B·Hq·L·S·D; a causal case needs half."""
-        dense = 4.0 * self.B * self.Hq * self.L * self.S * self.D
-        return dense / 2 if self.causal else dense
+        """Floating-point operations of the useful work: two products of 2·D for each pair of a query and a visible key.
+
+        A causal case has half of the pairs.
+        """
+        pairs = self.L * self.S / (self.segments or 1)
+        if self.window:  # the first rows see fewer keys
+            pairs = self.window * self.L - self.window * (self.window - 1) / 2
+        elif self.causal:
+            pairs /= 2
+        return 4.0 * self.B * self.Hq * self.D * pairs
 
     @property
     def description(self) -> str:
@@ -50,34 +67,42 @@ class Case:
         extras = [self.dtype] if self.dtype != "float32" else []
         extras += ["causal"] if self.causal else []
         extras += [f"{self.mask} mask"] if self.mask else []
+        extras += [f"window {self.window}"] if self.window else []
+        extras += [f"{self.segments} segments"] if self.segments else []
+        extras += [f"softcap {self.softcap:g}"] if self.softcap else []
         return ", ".join([f"{batch}{heads}", f"{self.L} × {self.S}", f"width {self.D}", *extras])
 
     def shortened(self, length: int) -> "Case":
-        """The same case with at most `length` rows and keys, its name marked `@length`."""
-        return replace(self, name=f"{self.name}@{length}", L=min(self.L, length), S=min(self.S, length))
+        """The case with at most `length` rows and keys, its name marked `@length`; a window shrinks in proportion."""
+        L, S = min(self.L, length), min(self.S, length)
+        window = max(self.window * S // self.S, 1) if self.window else None
+        return replace(self, name=f"{self.name}@{length}", L=L, S=S, window=window)
 
 
 # fmt: off
 CASES = (
-    #    name         B  Hq  Hkv     L     S    D  dtype       causal  mask
-    Case("bert128",   1, 12, 12,  128,  128,  64, "float32",  False, None),
-    Case("bert512",   1, 12, 12,  512,  512,  64, "float32",  False, None),
-    Case("bert-pad",  8, 12, 12,  384,  384,  64, "float32",  False, "padding"),
-    Case("bert-add",  1, 12, 12, 1024, 1024,  64, "float32",  False, "additive"),
-    Case("gpt2-1k",   1, 12, 12, 1024, 1024,  64, "float32",  True,  None),
-    Case("gpt2-4k",   1, 12, 12, 4096, 4096,  64, "float32",  True,  None),
-    Case("llama-2k",  1, 32,  8, 2048, 2048, 128, "float32",  True,  None),
-    Case("vit-197",   4, 12, 12,  197,  197,  64, "float32",  False, None),
-    Case("sd-d80",    1,  8,  8, 1024,   77,  80, "float32",  False, None),
-    Case("d256",      1,  4,  4, 1024, 1024, 256, "float32",  False, None),
-    Case("fp64-512",  1,  8,  8,  512,  512,  64, "float64",  False, None),
-    Case("bf16-2k",   1, 32,  8, 2048, 2048, 128, "bfloat16", True,  None),
-    Case("fp16-1k",   1, 12, 12, 1024, 1024,  64, "float16",  False, None),
-    Case("dec-gpt2",  1, 12, 12,    1, 1024,  64, "float32",  False, None),
-    Case("dec-llama", 1, 32,  8,    1, 4096, 128, "float32",  False, None),
-    Case("dec-b16",  16, 12, 12,    1,  512,  64, "float32",  False, None),
-    Case("tiny-seed", 1,  1,  1,    5,    5,  64, "float64",  False, None),
-    Case("tiny-32",   1,  4,  4,   32,   32,  32, "float32",  False, None),
+    #    name           B  Hq  Hkv     L     S    D  dtype       causal  mask
+    Case("bert128",     1, 12, 12,  128,  128,  64, "float32",  False, None),
+    Case("bert512",     1, 12, 12,  512,  512,  64, "float32",  False, None),
+    Case("bert-pad",    8, 12, 12,  384,  384,  64, "float32",  False, "padding"),
+    Case("bert-add",    1, 12, 12, 1024, 1024,  64, "float32",  False, "additive"),
+    Case("gpt2-1k",     1, 12, 12, 1024, 1024,  64, "float32",  True,  None),
+    Case("gpt2-4k",     1, 12, 12, 4096, 4096,  64, "float32",  True,  None),
+    Case("llama-2k",    1, 32,  8, 2048, 2048, 128, "float32",  True,  None),
+    Case("vit-197",     4, 12, 12,  197,  197,  64, "float32",  False, None),
+    Case("sd-d80",      1,  8,  8, 1024,   77,  80, "float32",  False, None),
+    Case("d256",        1,  4,  4, 1024, 1024, 256, "float32",  False, None),
+    Case("fp64-512",    1,  8,  8,  512,  512,  64, "float64",  False, None),
+    Case("bf16-2k",     1, 32,  8, 2048, 2048, 128, "bfloat16", True,  None),
+    Case("fp16-1k",     1, 12, 12, 1024, 1024,  64, "float16",  False, None),
+    Case("window-8k",   1,  8,  8, 8192, 8192,  64, "float32",  True,  None, window=256),
+    Case("segments-8k", 1,  8,  8, 8192, 8192,  64, "float32",  False, None, segments=16),
+    Case("softcap-1k",  1, 12, 12, 1024, 1024,  64, "float32",  True,  None, softcap=30.0),
+    Case("dec-gpt2",    1, 12, 12,    1, 1024,  64, "float32",  False, None),
+    Case("dec-llama",   1, 32,  8,    1, 4096, 128, "float32",  False, None),
+    Case("dec-b16",    16, 12, 12,    1,  512,  64, "float32",  False, None),
+    Case("tiny-seed",   1,  1,  1,    5,    5,  64, "float64",  False, None),
+    Case("tiny-32",     1,  4,  4,   32,   32,  32, "float32",  False, None),
 )
 # fmt: on
 
@@ -105,7 +130,10 @@ def numpy_dtype(name: str) -> np.dtype:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The arrays of a case, at most one of `mask` (boolean, True = may attend) and `bias` (added to the scores) set."""
+    """The arrays of a case, at most one of `mask` (boolean, True = may attend) and `bias` (added to the scores) set.
+
+    `segments` is the number of its document for each token.
+    """
 
     query: np.ndarray
     key: np.ndarray
@@ -113,6 +141,30 @@ class Inputs:
     mask: np.ndarray | None
     bias: np.ndarray | None
     causal: bool
+    window: int | None = None
+    segments: np.ndarray | None = None
+    softcap: float | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of `attentile.attention` that say all of this, without those that say nothing."""
+        window = None if self.window is None else (self.window - 1, None)
+        options = {"mask": self.mask, "bias": self.bias, "causal": self.causal, "window": window}
+        options |= {"segments": self.segments, "softcap": self.softcap}
+        return {name: value for name, value in options.items() if value is not None}
+
+    def visible(self) -> np.ndarray | None:
+        """Who sees whom as one dense mask, (1, 1, L, S) or `mask` with its shape; None if everybody sees everything."""
+        L, S = self.query.shape[2], self.key.shape[2]
+        rows, keys = np.arange(L, dtype=np.int32)[:, None], np.arange(S, dtype=np.int32)
+        forms = [] if self.mask is None else [self.mask]
+        if self.causal:
+            forms.append((keys <= rows)[None, None])
+        if self.window is not None:
+            forms.append((keys > rows - self.window)[None, None])
+        if self.segments is not None:
+            forms.append((self.segments[:, None] == self.segments)[None, None])
+        return reduce(np.logical_and, forms) if forms else None
 
 
 def make_inputs(case: Case, seed: int = SEED) -> Inputs:
@@ -128,11 +180,15 @@ def make_inputs(case: Case, seed: int = SEED) -> Inputs:
         mask = (np.arange(case.S) < lengths[:, None])[:, None, None, :]
     elif case.mask == "additive":
         bias = random.standard_normal((1, 1, case.L, case.S)).astype(dtype)
-    return Inputs(query, key, value, mask, bias, case.causal)
+    segments = np.arange(case.S) * case.segments // case.S if case.segments else None
+    return Inputs(query, key, value, mask, bias, case.causal, case.window, segments, case.softcap)
 
 
-def plain_attention(inputs: Inputs, dtype: str = "float64") -> np.ndarray:
-    """Softmax(query · keyᵀ / √D + bias) · value as float64, each step rounded to `dtype`, some rows at a time."""
+def plain_attention(inputs: Inputs, dtype: str = "float64", rows: np.ndarray | None = None) -> np.ndarray:
+    """Softmax(query · keyᵀ / √D + bias) · value as float64, each step rounded to `dtype`, some rows at a time.
+
+    `rows`, boolean of length L, selects the rows that are wanted; the result has no others.
+    """
     B, Hq, L, D = inputs.query.shape
     Hkv, S = inputs.key.shape[1:3]
     target, working = numpy_dtype(dtype), np.dtype("float64" if dtype == "float64" else "float32")
@@ -140,32 +196,49 @@ def plain_attention(inputs: Inputs, dtype: str = "float64") -> np.ndarray:
     def rounded(array: np.ndarray) -> np.ndarray:
         return array if target == working else array.astype(target).astype(working)
 
-    mask = None if inputs.mask is None else np.broadcast_to(inputs.mask, (B, Hq, L, S))
+    visible = inputs.visible()
+    visible = None if visible is None else np.broadcast_to(visible, (B, Hq, L, S))
     bias = None if inputs.bias is None else np.broadcast_to(inputs.bias, (B, Hq, L, S))
-    out = np.empty((B, Hq, L, inputs.value.shape[-1]))
+    wanted = np.arange(L) if rows is None else np.flatnonzero(rows)
+    out = np.empty((B, Hq, len(wanted), inputs.value.shape[-1]))
     for b, h in np.ndindex(B, Hq):
         key, value = (array[b, h // (Hq // Hkv)].astype(working) for array in (inputs.key, inputs.value))
-        for first in range(0, L, 512):
-            rows = slice(first, first + 512)
-            scores = rounded(inputs.query[b, h, rows].astype(working) @ key.T * working.type(1 / np.sqrt(D)))
+        for first in range(0, len(wanted), 512):
+            some = wanted[first : first + 512]
+            scores = rounded(inputs.query[b, h, some].astype(working) @ key.T * working.type(1 / np.sqrt(D)))
+            if inputs.softcap is not None:
+                cap = working.type(inputs.softcap)
+                scores = rounded(cap * rounded(np.tanh(scores / cap)))
             if bias is not None:
-                scores = rounded(scores + bias[b, h, rows].astype(working))
-            if mask is not None:
-                scores[~mask[b, h, rows]] = -np.inf
-            if inputs.causal:
-                scores[np.arange(S) > np.arange(L)[rows, None]] = -np.inf
+                scores = rounded(scores + bias[b, h, some].astype(working))
+            if visible is not None:
+                scores[~visible[b, h, some]] = -np.inf
             weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
             weights = rounded(weights / weights.sum(axis=-1, keepdims=True))
-            out[b, h, rows] = rounded(weights @ value)
+            out[b, h, first : first + 512] = rounded(weights @ value)
     return out
+
+
+def checked_rows(case: Case) -> np.ndarray | None:
+    """The rows of a large case that are checked, boolean of length L: one at random of each 16. None is all rows."""
+    if case.B * case.Hq * case.L * case.S <= CHECKED_PAIRS:
+        return None
+    firsts = np.arange(0, case.L, 16)
+    rows = np.zeros(case.L, bool)
+    rows[np.minimum(firsts + np.random.default_rng(SEED).integers(16, size=len(firsts)), case.L - 1)] = True
+    return rows
 
 
 @dataclass(frozen=True)
 class Judge:
-    """Holds a result against the exact one: an error up to `allowed` is rounding, anything else, NaN too, is wrong."""
+    """Holds a result against the exact one: an error up to `allowed` is rounding, anything else, NaN too, is wrong.
+
+    `rows`, boolean of length L, selects the rows of a result that `exact` has; without it, it has them all.
+    """
 
     exact: np.ndarray
     allowed: float
+    rows: np.ndarray | None = None
 
     @classmethod
     def from_rounding(cls, exact: np.ndarray, rounded: np.ndarray, rounded_dtype: str, dtype: str) -> "Judge":
@@ -182,11 +255,18 @@ class Judge:
     def of_case(cls, case: Case, inputs: Inputs) -> "Judge":
         """The judge of an attention case, from `plain_attention`."""
         rounded_dtype = "float32" if case.dtype == "float64" else case.dtype
-        exact = plain_attention(inputs)
-        return cls.from_rounding(exact, plain_attention(inputs, rounded_dtype), rounded_dtype, case.dtype)
+        rows = checked_rows(case)
+        exact, rounded = (plain_attention(inputs, dtype, rows) for dtype in ("float64", rounded_dtype))
+        return replace(cls.from_rounding(exact, rounded, rounded_dtype, case.dtype), rows=rows)
 
     def error(self, result: np.ndarray) -> float:
-        """The largest absolute error of a result; infinite if its shape is wrong."""
+        """The largest absolute error of a result; infinite if its shape is wrong, NaN if it has one in any row."""
+        if self.rows is not None and np.ndim(result) > 1 and np.shape(result)[-2] == len(self.rows):
+            if np.isnan(result).any():
+                return float("nan")
+            result = np.asarray(result)[..., self.rows, :]
+        elif self.rows is not None:
+            return float("inf")
         return largest_error(result, self.exact) if np.shape(result) == self.exact.shape else float("inf")
 
     def accepts(self, error: float) -> bool:

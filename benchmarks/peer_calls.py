@@ -1,27 +1,17 @@
-"""How each library is asked for attention, and the process that times one of them.
+"""How each library is asked for attention.
 
 Every `prepare_…` function turns a case into a call without arguments, doing all that need not be repeated first: it
 converts the inputs to the library's own tensors and its preferred layout, builds or compiles the graph, and binds the
 inputs. The library gets its quickest public interface. What it cannot compute raises `Unsupported` with the reason.
-
-`python peer_calls.py CANDIDATE CASE THREADS JUDGE` is the process that `peers.py` starts for each candidate; the two
-speak in lines of JSON. The process prepares the call, checks its result, says "ready", and then, for each line with a
-number of milliseconds, runs the call for about that long and answers with the seconds per call. A library is imported
-only in the process of its own candidate.
+A library is imported only when a call of its own is prepared: `peer_worker.py` does that in a process for each.
 """
 
-import json
-import os
-import statistics
-import sys
-import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from cases import Case, Inputs, Judge, find_cases, make_inputs, numpy_dtype
+from cases import Case, Inputs, numpy_dtype
 
 
 class Unsupported(Exception):
@@ -43,6 +33,13 @@ def heads_last(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(np.swapaxes(array, 1, 2))
 
 
+def dense_mask(inputs: Inputs) -> tuple[np.ndarray | None, bool]:
+    """The mask or bias to pass to a library without windows and segments, and whether `causal` is still to be said."""
+    if inputs.window is not None or inputs.segments is not None:
+        return inputs.visible(), False
+    return inputs.mask if inputs.mask is not None else inputs.bias, inputs.causal
+
+
 # --- ours and NumPy -------------------------------------------------------------------------------------------------
 
 
@@ -50,16 +47,10 @@ def prepare_ours(case: Case, inputs: Inputs, threads: int) -> Call:
     """attentile, through the public function."""
     import attentile
 
+    options = inputs.options
+
     def run() -> np.ndarray:
-        return attentile.attention(
-            inputs.query,
-            inputs.key,
-            inputs.value,
-            mask=inputs.mask,
-            bias=inputs.bias,
-            causal=inputs.causal,
-            num_threads=threads,
-        )
+        return attentile.attention(inputs.query, inputs.key, inputs.value, num_threads=threads, **options)
 
     if case.dtype in ("float16", "bfloat16"):
         one = np.ones((1, 1, 1, 1), inputs.query.dtype)
@@ -80,8 +71,9 @@ def prepare_numpy(case: Case, inputs: Inputs, threads: int) -> Call:
     group = Hq // Hkv
     working = np.float64 if case.dtype == "float64" else np.float32
     scale, low = working(1 / np.sqrt(D)), working(-1e9)
-    allowed = np.tri(L, S, dtype=bool) if inputs.causal else inputs.mask
-    forbidden = None if allowed is None else ~allowed
+    cap = None if inputs.softcap is None else working(inputs.softcap)
+    visible = inputs.visible()
+    forbidden = None if visible is None else ~visible
 
     def run() -> np.ndarray:
         query = inputs.query.astype(working, copy=False)
@@ -89,7 +81,10 @@ def prepare_numpy(case: Case, inputs: Inputs, threads: int) -> Call:
         value = inputs.value.astype(working, copy=False)[:, :, None]
         scores = query.reshape(B, Hkv, group, L, D) @ np.swapaxes(key, -1, -2)
         scores = scores.reshape(B, Hq, L, S)
-        scores *= scale
+        scores *= scale if cap is None else scale / cap
+        if cap is not None:
+            np.tanh(scores, out=scores)
+            scores *= cap
         if inputs.bias is not None:
             scores += inputs.bias
         if forbidden is not None:
@@ -116,29 +111,87 @@ def blas_of_numpy() -> str:
 # --- PyTorch, JAX, OpenVINO -----------------------------------------------------------------------------------------
 
 
-def prepare_torch(case: Case, inputs: Inputs, threads: int) -> Call:
-    """torch.nn.functional.scaled_dot_product_attention."""
+def torch_tensors(case: Case, threads: int, *arrays: np.ndarray | None) -> list[Any]:
+    """Arrays as tensors, those that are not boolean in the dtype of the case; PyTorch is set up for inference."""
     import torch
 
     torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
     dtype = getattr(torch, case.dtype)
     via = np.float64 if case.dtype == "float64" else np.float32  # from_numpy does not take bfloat16
-    query, key, value = (
-        torch.from_numpy(array.astype(via)).to(dtype) for array in (inputs.query, inputs.key, inputs.value)
-    )
-    mask = None
-    if inputs.mask is not None:
-        mask = torch.from_numpy(inputs.mask)
-    elif inputs.bias is not None:
-        mask = torch.from_numpy(inputs.bias.astype(via)).to(dtype)
+
+    def tensor(array: np.ndarray | None) -> torch.Tensor | None:
+        if array is None or array.dtype == bool:
+            return None if array is None else torch.from_numpy(array)
+        return torch.from_numpy(array.astype(via)).to(dtype)
+
+    return [tensor(array) for array in arrays]
+
+
+def prepare_torch(case: Case, inputs: Inputs, threads: int) -> Call:
+    """torch.nn.functional.scaled_dot_product_attention; for a softcap, which it lacks, PyTorch's eager operations."""
+    import torch
+
+    mask, causal = dense_mask(inputs)
+    query, key, value, mask = torch_tensors(case, threads, inputs.query, inputs.key, inputs.value, mask)
     attention = torch.nn.functional.scaled_dot_product_attention
     grouped = case.Hq != case.Hkv
 
     def run() -> torch.Tensor:
-        return attention(query, key, value, attn_mask=mask, is_causal=inputs.causal, enable_gqa=grouped)
+        return attention(query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
+
+    if inputs.softcap is not None:
+        return softcap_in_torch(case, inputs, query, key, value)
+    return Call(run, lambda out: out.to(torch.float64).numpy())
+
+
+def softcap_in_torch(case: Case, inputs: Inputs, query: Any, key: Any, value: Any) -> Call:
+    """Softcapped attention operation by operation, in place where that is possible."""
+    import torch
+
+    if case.Hq != case.Hkv or inputs.bias is not None:
+        raise Unsupported("softcap is composed for equal heads without a bias only")
+    visible = inputs.visible()
+    forbidden = None if visible is None else torch.from_numpy(~visible)
+    cap, scale = inputs.softcap, case.D**-0.5
+
+    def run() -> torch.Tensor:
+        scores = torch.matmul(query, key.mT).mul_(scale / cap).tanh_().mul_(cap)
+        if forbidden is not None:
+            scores.masked_fill_(forbidden, -torch.inf)
+        return torch.matmul(torch.softmax(scores, dim=-1), value)
 
     return Call(run, lambda out: out.to(torch.float64).numpy())
+
+
+def prepare_flex(case: Case, inputs: Inputs, threads: int) -> Call:
+    """flex_attention under torch.compile, which needs a C++ compiler, for what scaled_dot_product_attention lacks."""
+    if not (inputs.window or inputs.softcap or inputs.segments is not None):
+        raise Unsupported("timed only with a window, segments or a softcap; the rest is for torch")
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    query, key, value = torch_tensors(case, threads, inputs.query, inputs.key, inputs.value)
+    window, cap = inputs.window or case.S, inputs.softcap
+    segments = None if inputs.segments is None else torch.from_numpy(inputs.segments)
+
+    def causal(b: Any, h: Any, row: Any, key: Any) -> Any:
+        return (row >= key) & (row - key < window)
+
+    def same_segment(b: Any, h: Any, row: Any, key: Any) -> Any:
+        return segments[row] == segments[key]
+
+    def capped(score: Any, b: Any, h: Any, row: Any, key: Any) -> Any:
+        return cap * torch.tanh(score / cap)
+
+    if inputs.mask is not None or inputs.bias is not None or (inputs.causal and segments is not None):
+        raise Unsupported("not written for a mask or bias, nor for causal segments")
+    form = causal if inputs.causal else same_segment if segments is not None else None
+    blocks = None if form is None else create_block_mask(form, None, None, case.L, case.S, device="cpu")
+    compiled = torch.compile(flex_attention, fullgraph=True)
+    options = {"score_mod": capped if cap else None, "block_mask": blocks, "enable_gqa": case.Hq != case.Hkv}
+
+    return Call(lambda: compiled(query, key, value, **options), lambda out: out.to(torch.float64).numpy())
 
 
 def prepare_jax(case: Case, inputs: Inputs, threads: int) -> Call:
@@ -146,19 +199,23 @@ def prepare_jax(case: Case, inputs: Inputs, threads: int) -> Call:
 
     float16, which it refuses on CPUs, goes by float32 within the compiled function.
     """
+    if inputs.softcap is not None:
+        raise Unsupported("no softcap")
     import jax
 
     jax.config.update("jax_enable_x64", True)
     query, key, value = (jax.numpy.asarray(heads_last(array)) for array in (inputs.query, inputs.key, inputs.value))
     dtype = query.dtype
-    masks = {"mask": inputs.mask, "bias": inputs.bias}
+    masks = {"mask": inputs.mask if inputs.segments is None else inputs.visible(), "bias": inputs.bias}
+    window = None if inputs.window is None else (inputs.window - 1, 0)
+    options = {"is_causal": inputs.causal, "local_window_size": window}
     extra = {name: jax.numpy.asarray(array) for name, array in masks.items() if array is not None}
 
     @jax.jit
     def attention(query: jax.Array, key: jax.Array, value: jax.Array, extra: dict[str, jax.Array]) -> jax.Array:
         if case.dtype == "float16":
             query, key, value = (array.astype("float32") for array in (query, key, value))
-        return jax.nn.dot_product_attention(query, key, value, is_causal=inputs.causal, **extra).astype(dtype)
+        return jax.nn.dot_product_attention(query, key, value, **options, **extra).astype(dtype)
 
     def run() -> jax.Array:
         return attention(query, key, value, extra).block_until_ready()
@@ -173,6 +230,8 @@ def prepare_openvino(case: Case, inputs: Inputs, threads: int) -> Call:
 
     if case.dtype == "float64":
         raise Unsupported("computes float64 in float32")
+    if inputs.softcap is not None:
+        raise Unsupported("no softcap")
     element = {"float32": openvino.Type.f32, "float16": openvino.Type.f16, "bfloat16": openvino.Type.bf16}[case.dtype]
 
     def all_heads(node: Any) -> Any:
@@ -186,11 +245,12 @@ def prepare_openvino(case: Case, inputs: Inputs, threads: int) -> Call:
     arrays = [inputs.query, inputs.key, inputs.value]
     parameters = [operations.parameter(list(array.shape), element) for array in arrays]
     nodes = [parameters[0], all_heads(parameters[1]), all_heads(parameters[2])]
-    if case.mask:
-        arrays.append(inputs.mask if inputs.mask is not None else inputs.bias)
+    mask, causal = dense_mask(inputs)
+    if mask is not None:
+        arrays.append(mask)
         parameters.append(operations.parameter(list(arrays[-1].shape), arrays[-1].dtype))
         nodes.append(parameters[-1])
-    model = openvino.Model([operations.scaled_dot_product_attention(*nodes, causal=inputs.causal)], parameters)
+    model = openvino.Model([operations.scaled_dot_product_attention(*nodes, causal=causal)], parameters)
     core = openvino.Core()
     native_bfloat16 = "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     options = {
@@ -270,11 +330,12 @@ def prepare_onnxruntime(case: Case, inputs: Inputs, threads: int) -> Call:
     """The standard ONNX operator Attention."""
     if case.dtype == "bfloat16":
         raise Unsupported("no bfloat16 on CPUs")
-    mask = inputs.mask if inputs.mask is not None else inputs.bias
+    mask, causal = dense_mask(inputs)
     if mask is not None:  # its last two axes must be written out
         mask = np.broadcast_to(mask, (*mask.shape[:2], case.L, case.S)).copy()
     feeds = {"query": inputs.query, "key": inputs.key, "value": inputs.value, "mask": mask}
-    return onnxruntime_call("Attention", feeds, threads, np.asarray, is_causal=int(inputs.causal))
+    attributes = {"is_causal": int(causal), "softcap": inputs.softcap or 0.0}
+    return onnxruntime_call("Attention", feeds, threads, np.asarray, **attributes)
 
 
 def joined_heads(array: np.ndarray) -> np.ndarray:
@@ -293,6 +354,10 @@ def prepare_multi_head(case: Case, inputs: Inputs, threads: int) -> Call:
         raise Unsupported("needs as many key heads as query heads")
     if case.dtype not in ("float32", "float16"):
         raise Unsupported(f"no {case.dtype} on CPUs")
+    if inputs.softcap is not None:
+        raise Unsupported("no softcap")
+    if inputs.window is not None or inputs.segments is not None:
+        raise Unsupported("no window or segments, but through a dense bias, for which ort stands")
     feeds: dict[str, np.ndarray | None] = {
         "query": joined_heads(inputs.query),
         "key": joined_heads(inputs.key),
@@ -307,8 +372,8 @@ def prepare_multi_head(case: Case, inputs: Inputs, threads: int) -> Call:
 
 def prepare_grouped_query(case: Case, inputs: Inputs, threads: int) -> Call:
     """ONNX Runtime's operator GroupQueryAttention, with the key-value cache written in place as in token generation."""
-    if not (inputs.causal or case.L == 1) or case.mask:
-        raise Unsupported("causal only, without a mask")
+    if not (inputs.causal or case.L == 1) or case.mask or case.segments:
+        raise Unsupported("causal only, without a mask or segments")
     if case.dtype not in ("float32", "float16"):
         raise Unsupported(f"no {case.dtype} on CPUs")
     past = case.S - case.L  # keys in the cache before the call; the rows' own keys are appended by it
@@ -322,7 +387,8 @@ def prepare_grouped_query(case: Case, inputs: Inputs, threads: int) -> Call:
         "key_count": np.array(case.S, np.int32),
     }
     cache = {"present_key": "past_key", "present_value": "past_value"}
-    attributes = {"num_heads": case.Hq, "kv_num_heads": case.Hkv}
+    attributes = {"num_heads": case.Hq, "kv_num_heads": case.Hkv, "softcap": inputs.softcap or 0.0}
+    attributes["local_window_size"] = inputs.window or -1
     return onnxruntime_call("GroupQueryAttention", feeds, threads, split_heads(case), cache, **attributes)
 
 
@@ -333,87 +399,18 @@ class Candidate:
     title: str
     package: str
     prepare: Callable[[Case, Inputs, int], Call]
+    colour: str  # in the plot; by Okabe and Ito, told apart with any colour vision
 
 
 OURS = "ours"
 CANDIDATES = {
-    OURS: Candidate("attentile", "attentile", prepare_ours),
-    "torch": Candidate("PyTorch", "torch", prepare_torch),
-    "ort": Candidate("ONNX Runtime, Attention", "onnxruntime", prepare_onnxruntime),
-    "ort-mha": Candidate("ONNX Runtime, MultiHeadAttention", "onnxruntime", prepare_multi_head),
-    "ort-gqa": Candidate("ONNX Runtime, GroupQueryAttention", "onnxruntime", prepare_grouped_query),
-    "openvino": Candidate("OpenVINO", "openvino", prepare_openvino),
-    "jax": Candidate("JAX", "jax", prepare_jax),
-    "numpy": Candidate("NumPy", "numpy", prepare_numpy),
+    OURS: Candidate("attentile", "attentile", prepare_ours, "#222222"),
+    "torch": Candidate("PyTorch", "torch", prepare_torch, "#D55E00"),
+    "flex": Candidate("PyTorch, flex_attention", "torch", prepare_flex, "#F0A88C"),
+    "ort": Candidate("ONNX Runtime, Attention", "onnxruntime", prepare_onnxruntime, "#0072B2"),
+    "ort-mha": Candidate("ONNX Runtime, MultiHeadAttention", "onnxruntime", prepare_multi_head, "#56B4E9"),
+    "ort-gqa": Candidate("ONNX Runtime, GroupQueryAttention", "onnxruntime", prepare_grouped_query, "#9AD1F0"),
+    "openvino": Candidate("OpenVINO", "openvino", prepare_openvino, "#CC79A7"),
+    "jax": Candidate("JAX", "jax", prepare_jax, "#009E73"),
+    "numpy": Candidate("NumPy", "numpy", prepare_numpy, "#E69F00"),
 }
-
-
-# --- the process of one candidate -----------------------------------------------------------------------------------
-
-
-def seconds_per_call(run: Callable[[], Any], milliseconds: float) -> float:
-    """Run for about this long and return the median; the calls of the first tenth wake caches and threads, untimed."""
-    started = time.perf_counter()
-    while True:
-        run()
-        if time.perf_counter() - started > milliseconds / 10_000:
-            break
-    samples = []
-    started = time.perf_counter()
-    while True:
-        before = time.perf_counter()
-        run()
-        after = time.perf_counter()
-        samples.append(after - before)
-        if after - started > milliseconds / 1000:
-            return statistics.median(samples)
-
-
-def prepare_and_check(name: str, case_name: str, threads: int, judge_file: str) -> tuple[Call, dict[str, Any]]:
-    """The call of a candidate and its first answer to `peers.py`: how far its result is from the exact one."""
-    case = find_cases(case_name)[0]
-    call = CANDIDATES[name].prepare(case, make_inputs(case), threads)
-    with np.load(judge_file) as saved:
-        judge = Judge(saved["exact"], float(saved["allowed"]))
-    call.run()
-    error = judge.error(call.to_numpy(call.run()))  # the second result: a call must not spoil what it is given
-    status = "ready" if judge.accepts(error) else "wrong"
-    return call, {"status": status, "error": error, "allowed": judge.allowed, "details": call.details}
-
-
-def write_judge(case_name: str, judge_file: str) -> None:
-    """Compute the exact result of a case and save it for the processes of the candidates."""
-    case = find_cases(case_name)[0]
-    judge = Judge.of_case(case, make_inputs(case))
-    np.savez(judge_file, exact=judge.exact, allowed=judge.allowed)
-
-
-def main(arguments: list[str]) -> None:
-    """Serve `peers.py`: see the top of this file. The candidate `judge` writes the file that the others read."""
-    name, case_name, threads, judge_file = arguments
-    channel = os.fdopen(os.dup(1), "w")  # stdout proper; what the libraries print there goes to stderr
-    os.dup2(2, 1)
-
-    def say(**message: Any) -> None:
-        print(json.dumps(message), file=channel, flush=True)
-
-    try:
-        if name == "judge":
-            write_judge(case_name, judge_file)
-            return say(status="ready")
-        call, answer = prepare_and_check(name, case_name, int(threads), judge_file)
-        say(**answer)
-    except Unsupported as reason:
-        return say(status="unsupported", note=str(reason))
-    except ImportError as error:
-        return say(status="absent", note=str(error))
-    except Exception as error:
-        traceback.print_exc()
-        lines = str(error).strip().splitlines() or [""]
-        return say(status="failed", note=f"{type(error).__name__}: {lines[0][:200]}")
-    for line in sys.stdin:
-        say(status="timed", seconds=seconds_per_call(call.run, float(line)))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -14,8 +14,8 @@ A process that waits is stopped (SIGSTOP), for the pool of ONNX Runtime spins on
 OpenBLAS for 100 ms [measured on two cores].
 Within a turn the call is repeated for `--ms` milliseconds and the median counts. Ours is compared with a peer by the
 ratio of their times in the same round, and of these ratios the median counts: a machine that slows down for a second
-slows both. Results are checked before anything is timed. `peer_calls.py` holds the calls, README.md says how to read
-the numbers.
+slows both. Results are checked before anything is timed. `peer_calls.py` holds the calls, `peer_worker.py`
+the processes, README.md says how to read the numbers.
 """
 
 import argparse
@@ -54,7 +54,7 @@ class Worker:
     """The process of one candidate for one case, spoken to in lines of JSON. It runs only while an answer is due."""
 
     def __init__(self, name: str, case: Case, threads: int, judge_file: str) -> None:
-        program = str(Path(__file__).with_name("peer_calls.py"))
+        program = str(Path(__file__).with_name("peer_worker.py"))
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process, closed by `close`
         self.process = subprocess.Popen(
             [sys.executable, program, name, case.name, str(threads), judge_file],
@@ -236,7 +236,7 @@ def milliseconds(seconds: float) -> str:
 
 def table_row(comparison: Comparison, names: list[str]) -> str:
     """One case: milliseconds per call, our GFLOP/s, the best peer, and its time over ours."""
-    row = f"{comparison.case.name:<10}"
+    row = f"{comparison.case.name:<12}"
     for name in names:
         measurement = comparison.measurements[name]
         if comparison.timed(name):
@@ -259,10 +259,10 @@ def geometric_mean(values: list[float]) -> float:
 def ratio_table(comparisons: list[Comparison], names: list[str]) -> str:
     """Ours against each peer, one case a line, and the geometric mean of each column."""
     peers = [name for name in names if name != OURS]
-    lines = [f"{'case':<10}" + "".join(f"{name:>10}" for name in peers)]
+    lines = [f"{'case':<12}" + "".join(f"{name:>10}" for name in peers)]
     columns: dict[str, list[float]] = {name: [] for name in peers}
     for comparison in comparisons:
-        row = f"{comparison.case.name:<10}"
+        row = f"{comparison.case.name:<12}"
         for name in peers:
             ratio = comparison.ratio(name)
             wrong = comparison.measurements[name].status == "wrong"
@@ -271,7 +271,7 @@ def ratio_table(comparisons: list[Comparison], names: list[str]) -> str:
                 columns[name].append(ratio.median)
         lines.append(row)
     means = [f"{geometric_mean(columns[name]):.2f}" if columns[name] else "-" for name in peers]
-    lines.append(f"{'geo. mean':<10}" + "".join(f"{mean:>10}" for mean in means))
+    lines.append(f"{'geo. mean':<12}" + "".join(f"{mean:>10}" for mean in means))
     return "\n".join(lines)
 
 
@@ -338,17 +338,6 @@ def print_machine(machine: dict[str, Any]) -> None:
 
 # --- the plot -------------------------------------------------------------------------------------------------------
 
-COLOURS = {  # by Okabe and Ito, told apart with any colour vision
-    OURS: "#222222",
-    "torch": "#D55E00",
-    "ort": "#0072B2",
-    "ort-mha": "#56B4E9",
-    "ort-gqa": "#9AD1F0",
-    "openvino": "#CC79A7",
-    "jax": "#009E73",
-    "numpy": "#E69F00",
-}
-
 
 def draw_group(axes: Any, comparison: Comparison, names: list[str], top: float) -> float:
     """The bars of one case downwards from `top`; returns where they end. A bar of length 1 is as fast as ours."""
@@ -356,7 +345,8 @@ def draw_group(axes: Any, comparison: Comparison, names: list[str], top: float) 
     for position, name in enumerate(names):
         speed = 1.0 if name == OURS else 1 / comparison.ratio(name).median
         wrong = comparison.measurements[name].status == "wrong"
-        axes.barh(top + position, speed, height=0.86, color=COLOURS[name], alpha=0.35 if wrong else 1, linewidth=0)
+        look = {"color": CANDIDATES[name].colour, "alpha": 0.35 if wrong else 1, "linewidth": 0}
+        axes.barh(top + position, speed, height=0.86, **look)
         if name == OURS:
             label = f"{comparison.gflops(OURS):.3g} GFLOP/s"
         else:
@@ -393,7 +383,7 @@ def plot(comparisons: list[Comparison], names: list[str], machine: dict[str, Any
         end = 0.0
         for comparison, present in column:
             end = draw_group(axes, comparison, present, end) + 1.2
-        axes.axvline(1, color=COLOURS[OURS], linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
+        axes.axvline(1, color=CANDIDATES[OURS].colour, linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
         axes.set_ylim(height - 0.6, -1.0)
         axes.set_xlim(0, 1.24 * max([1, *slowest_to_fastest]))
         axes.set_yticks([])
@@ -401,7 +391,7 @@ def plot(comparisons: list[Comparison], names: list[str], machine: dict[str, Any
         axes.tick_params(labelsize=8)
         axes.set_xlabel("speed relative to attentile (longer is faster)", fontsize=8.5)
     used = [name for name in names if any(name in present for _, present in groups)]
-    handles = [Patch(color=COLOURS[name], label=CANDIDATES[name].title) for name in used]
+    handles = [Patch(color=CANDIDATES[name].colour, label=CANDIDATES[name].title) for name in used]
     figure.legend(handles=handles, loc="outside upper center", ncols=2 * len(columns), frameon=False, fontsize=8.5)
     figure.supxlabel(
         f"{machine['processor']}, {machine['threads']} threads, {machine['date']}; "
@@ -472,7 +462,7 @@ def main() -> int:
     confine(options.threads)
     print("\nmilliseconds per call; ratio = time of the best peer / ours, median and extremes of paired rounds")
     columns = "".join(f"{name:>10}" for name in options.names)
-    print(f"{'case':<10}{columns}{'GFLOP/s':>10}{'best peer':>11}{'ratio':>8}   low – high", flush=True)
+    print(f"{'case':<12}{columns}{'GFLOP/s':>10}{'best peer':>11}{'ratio':>8}   low – high", flush=True)
     comparisons = []
     for case in options.cases:
         comparisons.append(compare(case, options.names, options))

@@ -38,7 +38,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 def test_attention(case: Case, timed: Callable[..., Any], check_against_fallback: Callable[..., None]) -> None:
     """One call with the output allocated by it, as most callers do."""
     inputs = make_inputs(case)
-    attention = partial(attentile.attention, mask=inputs.mask, bias=inputs.bias, causal=inputs.causal)
+    attention = partial(attentile.attention, **inputs.options)
     arrays = (inputs.query, inputs.key, inputs.value)
     result = timed(attention, *arrays, group=f"attention {case.name}: {case.description}", flops=case.flops)
     check_against_fallback(result, attention, *arrays)

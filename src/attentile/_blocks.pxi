@@ -71,7 +71,8 @@ cdef struct Shared:
     char *beta
     uint32_t *words                             # [WORDS][pitch]
     int kinds[WORDS]
-    at_ahead ahead                              # what the next scores fetch meanwhile; bytes = 0: nothing
+    at_ahead ahead[3]                           # what the next scores fetch meanwhile
+    int n_ahead
 
 
 cdef inline Py_ssize_t aligned(Py_ssize_t nbytes) noexcept nogil:

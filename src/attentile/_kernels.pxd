@@ -12,7 +12,8 @@ cdef extern from "kernels/kernels.h" nogil:
 
     ctypedef struct at_ahead:
         const char **rows
-        Py_ssize_t n_rows, offset, bytes
+        const char *data
+        Py_ssize_t stride, n_rows, offset, bytes
 
     ctypedef struct at_tiles:
         size_t itemsize
@@ -22,7 +23,7 @@ cdef extern from "kernels/kernels.h" nogil:
                      double factor) noexcept nogil
         void (**scores)(void *st, void *running_max, const void *qt, const char *k, Py_ssize_t k_stride,
                         Py_ssize_t width, Py_ssize_t keys,
-                        const at_ahead *ahead) noexcept nogil
+                        const at_ahead *ahead, int n_ahead) noexcept nogil
         void (*add_bias)(void *st, void *running_max, const char **rows, Py_ssize_t key_stride, Py_ssize_t n_rows,
                          int vectors, Py_ssize_t keys) noexcept nogil
         void (*softcap)(void *st, void *running_max, int vectors, Py_ssize_t keys, double rise,

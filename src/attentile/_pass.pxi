@@ -28,11 +28,41 @@
 # ---------------------------------------------------------------------------------------------------------------
 # One chunk of keys
 # ---------------------------------------------------------------------------------------------------------------
-cdef inline void look_ahead(Shared *shared, const char **rows, Py_ssize_t n_rows, Py_ssize_t offset,
+cdef inline void fetch_rows(Shared *shared, const char **rows, Py_ssize_t n_rows, Py_ssize_t offset,
                             Py_ssize_t nbytes) noexcept nogil:
     """The next scores fetch these rows while they compute."""
-    shared.ahead.rows, shared.ahead.n_rows = rows, n_rows
-    shared.ahead.offset, shared.ahead.bytes = offset, nbytes
+    cdef at_ahead *ahead = &shared.ahead[shared.n_ahead]
+    ahead.rows, ahead.n_rows, ahead.offset, ahead.bytes = rows, n_rows, offset, nbytes
+    shared.n_ahead += 1
+
+
+cdef inline void fetch_keys(Shared *shared, const Strided *array, const char *base, Py_ssize_t first, Py_ssize_t end,
+                            Py_ssize_t nbytes) noexcept nogil:
+    """The same for rows first .. end of K or V, at most a chunk of them."""
+    cdef at_ahead *ahead = &shared.ahead[shared.n_ahead]
+    if first < end:
+        ahead.rows, ahead.data, ahead.stride = NULL, base + first * array.row, array.row
+        ahead.n_rows, ahead.bytes = min(<Py_ssize_t> AT_CHUNK, end - first), nbytes
+        shared.n_ahead += 1
+
+
+cdef inline void look_ahead(const Job *job, Block **blocks, Py_ssize_t n_blocks, Py_ssize_t x, Shared *shared,
+                            const char *k, const char *v, Py_ssize_t c, Py_ssize_t first, Py_ssize_t hi) noexcept nogil:
+    """What the scores of block x in chunk c fetch.
+
+    The first block fetches the chunk's values, the second one the next chunk's keys. Queries and outputs are touched
+    once: in the first chunk the queries of the next block, in the last one the block's place in the output.
+    """
+    cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize
+    shared.n_ahead = 0
+    if x == 0:
+        fetch_keys(shared, &job.v, v, c * AT_CHUNK, hi, job.value_width * item)
+    elif x == 1:
+        fetch_keys(shared, &job.k, k, (c + 1) * AT_CHUNK, hi, job.width * item)
+    if c == first and x + 1 < n_blocks:
+        fetch_rows(shared, blocks[x + 1].q_rows, blocks[x + 1].n_rows, 0, job.width * item)
+    elif c == chunks_before(hi) - 1:
+        fetch_rows(shared, <const char **> blocks[x].out_rows, blocks[x].n_rows, 0, job.value_width * item)
 
 
 cdef void score_run(const Job *job, Block *block, Shared *shared, const char *k, Py_ssize_t chunk, Py_ssize_t start,
@@ -49,11 +79,11 @@ cdef void score_run(const Job *job, Block *block, Shared *shared, const char *k,
         fill_reals(st, tiles.itemsize, n * block.pitch, -INFINITY)
         return
     if job.bias.column == <Py_ssize_t> tiles.itemsize:
-        look_ahead(shared, block.bias_rows, block.n_rows, (chunk + start) * job.bias.column, n * job.bias.column)
+        fetch_rows(shared, block.bias_rows, block.n_rows, (chunk + start) * job.bias.column, n * job.bias.column)
     tiles.scores[block.vectors - 1](st, shared.unused if steps else shared.top, block.qt,
                                     k + (chunk + start) * job.k.row, job.k.row, job.width, n,
-                                    &shared.ahead if shared.ahead.bytes else NULL)
-    shared.ahead.bytes = 0
+                                    shared.ahead, shared.n_ahead)
+    shared.n_ahead = 0
     if job.softcap != 0:
         steps -= 1
         tiles.softcap(st, shared.unused if steps else shared.top, block.vectors, n, -2 / job.softcap,
@@ -189,25 +219,20 @@ cdef void close_block(const Job *job, Block *block, Shared *shared) noexcept nog
 cdef void visit_chunks(const Job *job, Block **blocks, Py_ssize_t n_blocks, Shared *shared, const char *k,
                        const char *v, bint careful) noexcept nogil:
     """The loop over key chunks, from the first to the last that some row of the blocks sees."""
-    cdef Py_ssize_t lo = job.keys, hi = 0, x, c, start, stop, item = <Py_ssize_t> job.tiles.itemsize
-    shared.ahead.bytes = 0
+    cdef Py_ssize_t lo = job.keys, hi = 0, x, c, start, stop, first
     for x in range(n_blocks):
         start_rows(job, blocks[x])
         if job.weights.data != NULL:
             fill_reals(blocks[x].tops, job.tiles.itemsize, chunks_before(job.keys) * blocks[x].pitch, -INFINITY)
         lo = min(lo, blocks[x].lo)
         hi = max(hi, blocks[x].hi)
-    for c in range(lo // AT_CHUNK, chunks_before(hi)):
+    first = lo // AT_CHUNK
+    for c in range(first, chunks_before(hi)):
         for x in range(n_blocks):
-            # Queries and outputs are touched once: the first chunk of a block fetches the queries of the next block,
-            # the last one the block's place in the output.
-            if c == lo // AT_CHUNK:
+            if c == first:
                 job.tiles.pack(blocks[x].qt, blocks[x].q_rows, blocks[x].n_rows, blocks[x].vectors, job.width,
                                job.factor)
-            if c == lo // AT_CHUNK and x + 1 < n_blocks:
-                look_ahead(shared, blocks[x + 1].q_rows, blocks[x + 1].n_rows, 0, job.width * item)
-            elif c == chunks_before(hi) - 1:
-                look_ahead(shared, <const char **> blocks[x].out_rows, blocks[x].n_rows, 0, job.value_width * item)
+            look_ahead(job, blocks, n_blocks, x, shared, k, v, c, first, hi)
             if score_chunk(job, blocks[x], shared, k, c * AT_CHUNK, &start, &stop):
                 weigh(job, blocks[x], shared, v, c * AT_CHUNK, start, stop, careful)
 

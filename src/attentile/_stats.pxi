@@ -65,7 +65,7 @@ cdef void stats_task(void *stats_pointer, Py_ssize_t index, int slot) noexcept n
     cdef char *line = free_bytes + job.block_bytes
     cdef Block *block = <Block *> take(&free_bytes, sizeof(Block))
     cdef const char *k = at(&job.k, b, head // job.group, 0)
-    shared.ahead.bytes = 0
+    shared.n_ahead = 0
     while i < job.queries:
         open_block(job, block, free_bytes, b, head // job.group, head % job.group * job.queries + i)
         block.n_rows = min(block.n_rows, job.queries - i)      # a block of the pass may run on into the next head

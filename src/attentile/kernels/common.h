@@ -19,8 +19,10 @@
 
 /* The part of the rows that falls to keys j .. j + n of `keys`, into L2 while a tile computes. */
 INLINE void at_fetch(const at_ahead* ahead, ptrdiff_t j, ptrdiff_t n, ptrdiff_t keys) {
-    for (ptrdiff_t r = j * ahead->n_rows / keys; r < (j + n) * ahead->n_rows / keys; r++)
-        for (ptrdiff_t x = 0; x < ahead->bytes; x += 64) __builtin_prefetch(ahead->rows[r] + ahead->offset + x, 0, 2);
+    for (ptrdiff_t r = j * ahead->n_rows / keys; r < (j + n) * ahead->n_rows / keys; r++) {
+        const char* row = ahead->rows ? ahead->rows[r] + ahead->offset : ahead->data + r * ahead->stride;
+        for (ptrdiff_t x = 0; x < ahead->bytes; x += 64) __builtin_prefetch(row + x, 0, 2);
+    }
 }
 
 #define MAX_TILE 14 /* keys in the longest tile of any ISA */

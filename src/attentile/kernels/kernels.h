@@ -35,11 +35,13 @@
 #define AT_MAX_ROWS 48   /* rows of the largest block of any ISA */
 #define AT_ALIGN 64
 
-/* Rows that the step after the scores will read: `bytes` from rows[r] + offset on. Their way from L3 or memory hides behind
- * the scores, if it is spread over their tiles; as one burst it would not. */
+/* Rows that are needed soon and lie outside the core's caches: `bytes` from rows[r] + offset on, or from data + r * stride
+ * where rows is NULL. Their way from L3 or memory hides behind the scores, if it is spread over their tiles; as one burst it
+ * would not. */
 typedef struct {
     const char* const* rows;
-    ptrdiff_t n_rows, offset, bytes;
+    const char* data;
+    ptrdiff_t stride, n_rows, offset, bytes;
 } at_ahead;
 
 /* The tiles of one element type on one instruction set. n = vectors * lanes is the row pitch of qt, st and ot. */
@@ -52,9 +54,9 @@ typedef struct {
     void (*pack)(void* qt, const char* const* rows, ptrdiff_t n_rows, int vectors, ptrdiff_t width, double factor);
 
     /* st[j][n] for `keys` keys from k on; running_max[n] = max(running_max, st), NaN ignored. Index: vectors - 1.
-     * ahead: what to fetch meanwhile, or NULL. */
+     * ahead: what to fetch meanwhile. */
     void (*scores[AT_MAX_VECTORS])(void* st, void* running_max, const void* qt, const char* k, ptrdiff_t k_stride,
-                                   ptrdiff_t width, ptrdiff_t keys, const at_ahead* ahead);
+                                   ptrdiff_t width, ptrdiff_t keys, const at_ahead* ahead, int n_ahead);
 
     /* st[j][r] += log2(e) * rows[r][j], finite bias staying finite; an infinite bias replaces the score. */
     void (*add_bias)(void* st, void* running_max, const char* const* rows, ptrdiff_t key_stride, ptrdiff_t n_rows,
