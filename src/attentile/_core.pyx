@@ -58,6 +58,8 @@ cdef int run_job(Job *job, double scale, int threads) except -1 nogil:
                          * <double> job.keys * <double> (job.width + job.value_width))
     if flops < SERIAL_FLOPS:
         threads = 1
+    job.fetch = ((job.group * job.queries + job.keys) * job.batch * job.kv_heads * (job.width + job.value_width)
+                 * <Py_ssize_t> job.tiles.itemsize > FETCH_BYTES)
     job.factor = scale * LOG2E
     divide(job, threads)
     threads = <int> min(<Py_ssize_t> threads, job.tasks)

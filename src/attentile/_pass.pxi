@@ -55,6 +55,8 @@ cdef inline void look_ahead(const Job *job, Block **blocks, Py_ssize_t n_blocks,
     """
     cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize
     shared.n_ahead = 0
+    if not job.fetch:
+        return
     if x == 0:
         fetch_keys(shared, &job.v, v, c * AT_CHUNK, hi, job.value_width * item)
     elif x == 1:
