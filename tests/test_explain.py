@@ -237,7 +237,7 @@ def band(queries, keys, start, left, right):
         (band(6, 6, 0, 2, 0), "causal=True, window=(2, None)"),
         (band(6, 6, 0, 2, 1), "window=(2, 1)"),
         (band(4, 6, 2, 1, 1), "window=(1, 1), q_start=2"),
-        (np.arange(6) < 4, "key_lengths="),
+        (np.tile(np.arange(6) < 4, (6, 1)), "key_lengths="),
         (band(6, 6, 0, 9, 0) & (np.arange(6) < 4), "causal=True, key_lengths="),
     ],
 )
@@ -261,7 +261,8 @@ def test_other_masks_are_not_recognised():
         assert not any("mask is" in note for note in explain(x, x, x, mask=mask).notes)
     heads = np.stack([np.tri(6, dtype=bool), np.ones((6, 6), bool)])
     assert not any("mask is" in note for note in explain(x, x, x, mask=heads).notes)
-    assert explain(x, x, x, mask=True).notes[0] == "mask is True everywhere: leave it out"
+    everywhere = np.ones((6, 6), bool)
+    assert explain(x, x, x, mask=everywhere).notes[0] == "mask is True everywhere: leave it out"
 
 
 def test_notes_on_bias_and_halves(compiled):

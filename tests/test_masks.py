@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from oracle import allowed_keys
 
 from attentile import attention, segment_ids
+from attentile.call import prepare
 
 Array = NDArray[Any]
 Options = dict[str, Any]
@@ -398,3 +399,17 @@ def test_segment_ids_of_mixed_signedness_are_compared_exactly(impl):
 def test_an_unlimited_window_goes_with_q_start(impl):
     x = np.random.default_rng(70).standard_normal((3, 4))
     np.testing.assert_array_equal(attention(x, x, x, q_start=0, window=(None, None)), attention(x, x, x, key_lengths=3))
+
+
+def test_a_padding_mask_becomes_an_interval(impl):
+    """The same row for all queries and heads, with its keys in one run, costs what key_lengths costs."""
+    rng = np.random.default_rng(71)
+    q, k, v = rng.standard_normal((3, 3, 2, 40, 8), dtype=np.float32)
+    keys = np.arange(40)
+    run = np.stack([keys < 25, (keys >= 7) & (keys < 9), keys < 0])[:, None, None]
+    options = dict.fromkeys(("bias", "scale", "softcap", "sinks", "alibi_slopes", "num_threads"))
+    for mask, is_interval in ((run, True), (run | (keys == 39), False), (np.repeat(run, 2, axis=1), False)):
+        assert (prepare(q, k, v, mask=mask, **options).mask is None) == is_interval
+    dense = np.repeat(run, 40, axis=2)  # the same as a dense array
+    for more in ({}, {"causal": True}, {"key_lengths": [40, 8, 3]}):
+        np.testing.assert_array_equal(attention(q, k, v, mask=run, **more), attention(q, k, v, mask=dense, **more))

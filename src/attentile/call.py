@@ -156,6 +156,27 @@ def _bias(bias: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array | No
     return _broadcast("bias", _bias_in(bias, dtype), shape)
 
 
+def _narrow_by_padding(mask: Array | None, keys: Structure) -> Array | None:
+    """A mask that is the same for all queries and heads and has its keys in one run is an interval: as fast as lengths.
+
+    Narrows `keys` and returns None if the mask is of this kind, else the mask.
+    """
+    if mask is None or 0 in mask.shape:
+        return mask
+    if any(n > 1 and step for n, step in zip(mask.shape[-3:-1], mask.strides[-3:-1], strict=True)):
+        return mask
+    row = mask[..., 0, 0, :] != 0
+    count, lo = row.sum(axis=-1), row.argmax(axis=-1)
+    hi = np.where(count > 0, row.shape[-1] - row[..., ::-1].argmax(axis=-1), 0)
+    if (hi - lo != count).any():
+        return mask
+    keys.lo = np.maximum(lo[..., None], 0 if keys.lo is None else keys.lo)
+    keys.hi = np.minimum(hi[..., None], row.shape[-1] if keys.hi is None else keys.hi)
+    shape = np.broadcast_shapes(keys.lo.shape, keys.hi.shape, mask.shape[-2:-1])
+    keys.lo, keys.hi = np.broadcast_to(keys.lo, shape), np.broadcast_to(keys.hi, shape)
+    return None
+
+
 # ---- the call ----
 
 
@@ -225,6 +246,7 @@ def prepare(
             )
         options["score_mod"] = score_mod
     keys = structure(lead, q.shape[-2], k.shape[-2], alibi=alibi_slopes is not None, **structural)
+    mask = _narrow_by_padding(mask, keys)
     if keys.same_segment is not None:
         same = np.broadcast_to(keys.same_segment, scores)
         mask = same.view(np.uint8) if mask is None else mask & same
