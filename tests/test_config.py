@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -174,3 +177,18 @@ def test_backends_agree(compiled):
     with attentile.use_backend("numpy"):
         slow = attentile.attention(q, k, v)
     np.testing.assert_allclose(fast, slow, atol=1e-14)
+
+
+def test_a_core_that_cannot_be_loaded_is_an_error(tmp_path):
+    """Not built: plain NumPy that says so. Built and broken: no silent slow path, unless NumPy is asked for."""
+    package = tmp_path / "attentile"
+    compiled_suffixes = tuple(importlib.machinery.EXTENSION_SUFFIXES)
+    shutil.copytree(
+        Path(attentile.__file__).parent, package,
+        ignore=lambda _, names: [name for name in names if name.endswith(compiled_suffixes) or name == "__pycache__"],
+    )  # fmt: skip
+    path = {"PYTHONPATH": str(tmp_path)}
+    assert config_of(**path)["backend_why"] == "not built in this installation"
+    (package / f"_core{compiled_suffixes[0]}").write_bytes(b"not a library")
+    assert "ImportError" in python(SHOW, **path).stderr
+    assert config_of(ATTENTILE_BACKEND="numpy", **path)["backend"] == "numpy"

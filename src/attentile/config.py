@@ -14,6 +14,7 @@ import platform
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,8 +24,11 @@ import numpy as np
 _core: ModuleType | None
 try:
     from . import _core as _compiled
-except ImportError as error:
-    _core, _core_missing = None, f"not built ({error})"
+except ImportError:
+    # A core that was built and cannot be loaded is an error: falling back would be a silent slow path.
+    if find_spec(f"{__package__}._core") is not None and os.environ.get("ATTENTILE_BACKEND") != "numpy":
+        raise
+    _core, _core_missing = None, "not built in this installation"
 else:
     _core, _core_missing = _compiled, ""
 
