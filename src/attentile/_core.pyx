@@ -72,16 +72,23 @@ cdef int run_job(Job *job, double scale, int threads) except -1 nogil:
     return 0
 
 
+cdef inline void start_job(Job *job, size_t itemsize, const void *q, Py_ssize_t *q_shape, Py_ssize_t *q_strides,
+                           const void *k, Py_ssize_t *k_shape, Py_ssize_t *k_strides) noexcept nogil:
+    """A job with queries, keys and nothing else."""
+    memset(job, 0, sizeof(Job))
+    job.tiles = active.f32 if itemsize == sizeof(float) else active.f64
+    job.batch, job.kv_heads, job.group = q_shape[0], k_shape[1], q_shape[1] // k_shape[1]
+    job.queries, job.keys, job.width = q_shape[2], k_shape[2], q_shape[3]
+    job.fill = -INFINITY
+    bind(&job.q, q, q_strides)
+    bind(&job.k, k, k_strides)
+
+
 cdef int describe(Job *job, const real[:, :, :, :] q, const real[:, :, :, :] k, const unsigned char[:, :, :, :] mask,
                   const real[:, :, :, :] bias, const Py_ssize_t[:, ::1] lo, const Py_ssize_t[:, ::1] hi, double softcap,
                   const double[::1] slopes, const Py_ssize_t[::1] start) except -1:
     """Everything that decides the scores."""
-    memset(job, 0, sizeof(Job))
-    job.tiles = active.f32 if real is float else active.f64
-    job.batch, job.kv_heads, job.group = q.shape[0], k.shape[1], q.shape[1] // k.shape[1]
-    job.queries, job.keys, job.width = q.shape[2], k.shape[2], q.shape[3]
-    bind(&job.q, &q[0, 0, 0, 0], q.strides)
-    bind(&job.k, &k[0, 0, 0, 0], k.strides)
+    start_job(job, sizeof(real), &q[0, 0, 0, 0], q.shape, q.strides, &k[0, 0, 0, 0], k.shape, k.strides)
     if mask is not None:
         bind(&job.mask, &mask[0, 0, 0, 0], mask.strides)
     if bias is not None:
@@ -92,7 +99,6 @@ cdef int describe(Job *job, const real[:, :, :, :] q, const real[:, :, :, :] k, 
     if slopes is not None:
         job.slopes, job.start, job.start_batch = &slopes[0], &start[0], start.shape[0] > 1
     job.softcap = softcap
-    job.fill = -INFINITY
     return 0
 
 
@@ -201,15 +207,10 @@ cdef object attend_plain_typed(const real[:, :, :, :] q, const real[:, :, :, :] 
         return None
     result = empty((q.shape[0], q.shape[1], q.shape[2], v.shape[3]), dtype)
     out = result
-    memset(&job, 0, sizeof(Job))
-    job.tiles = active.f32 if real is float else active.f64
-    job.batch, job.kv_heads, job.group = q.shape[0], heads, q.shape[1] // heads
-    job.queries, job.keys, job.width, job.value_width = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
-    bind(&job.q, &q[0, 0, 0, 0], q.strides)
-    bind(&job.k, &k[0, 0, 0, 0], k.strides)
+    start_job(&job, sizeof(real), &q[0, 0, 0, 0], q.shape, q.strides, &k[0, 0, 0, 0], k.shape, k.strides)
+    job.value_width = v.shape[3]
     bind(&job.v, &v[0, 0, 0, 0], v.strides)
     bind(&job.out, &out[0, 0, 0, 0], out.strides)
-    job.fill = -INFINITY
     cdef double factor = (1.0 / sqrt(<double> job.width)) if scale is None else scale
     with nogil:
         run_job(&job, factor, threads)

@@ -47,7 +47,6 @@ def _self_attention(
     allowed = _allowed(function, mask, scores)
     compute, dtype = promoted(function, Q, K, V)
     out, weights = np.empty((*scores[:-1], V.shape[-1]), compute), np.zeros(scores, compute)
-    # The last axis of the batch, if any, takes the place of the heads; K and V may be broadcast along it.
     q, k, v = (_with_heads(ready(array, compute), lead) for array in (Q, K, V))
     attend(
         q, k, v, _with_heads(out, lead), 1.0 / math.sqrt(scale), config.threads_for(None, function),
