@@ -6,7 +6,7 @@ from libc.math cimport INFINITY, NAN, exp2, isfinite, log2, sqrt
 from libc.stdint cimport uint32_t
 from libc.string cimport memcpy, memset
 
-from ._kernels cimport (AT_ALIGN, AT_CHUNK, AT_MAX_ROWS, AT_PEAK_CHAINS, AT_WORD, at_ahead, at_encode,
+from ._kernels cimport (AT_ALIGN, AT_CHUNK, AT_FEW_KEYS, AT_MAX_ROWS, AT_PANEL, AT_PEAK_CHAINS, AT_WORD, at_ahead, at_encode,
                         at_encode_scratch, at_isa, at_isa_at, at_isa_count, at_isa_supported, at_mask_words,
                         at_pool_run, at_pool_workers, at_scratch, at_tiles)
 
@@ -14,6 +14,7 @@ import numpy
 
 include "_blocks.pxi"
 include "_pass.pxi"
+include "_few.pxi"
 include "_stats.pxi"
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -54,21 +55,28 @@ cdef inline void bind_rows(Strided *to, const void *data, Py_ssize_t *strides) n
 
 cdef int run_job(Job *job, double scale, int threads) except -1 nogil:
     """Divides the work, finds scratch for it, runs it."""
-    cdef double flops = (2.0 * <double> (job.batch * job.kv_heads * job.group) * <double> job.queries
-                         * <double> job.keys * <double> (job.width + job.value_width))
-    if flops < SERIAL_FLOPS:
-        threads = 1
-    job.fetch = ((job.group * job.queries + job.keys) * job.batch * job.kv_heads * (job.width + job.value_width)
-                 * <Py_ssize_t> job.tiles.itemsize > FETCH_BYTES)
+    cdef Py_ssize_t heads = job.batch * job.kv_heads, rows = job.group * job.queries, nbytes
+    cdef double scores = <double> heads * <double> rows * <double> job.keys, widths = job.width + job.value_width
     job.factor = scale * LOG2E
+    if 2 * scores * widths < SERIAL_FLOPS and scores / rows * widths * job.tiles.itemsize < SERIAL_BYTES:
+        threads = 1
     divide(job, threads)
     threads = <int> min(<Py_ssize_t> threads, job.tasks)
+    job.fetch = ((rows + job.keys) * heads * (job.width + job.value_width) * <Py_ssize_t> job.tiles.itemsize
+                 > (FEW_FETCH_BYTES if job.few else FETCH_BYTES))
     size_scratch(job)
-    job.scratch = <char *> at_scratch(threads * job.scratch_per_slot)
+    nbytes = threads * job.scratch_per_slot + heads * job.partials_per_head * job.partial_bytes
+    job.scratch = <char *> at_scratch(nbytes)
     if job.scratch == NULL:
         with gil:
-            raise MemoryError(f"attentile: no memory for {threads * job.scratch_per_slot} bytes of scratch")
-    at_pool_run(attend_task, job, job.tasks, threads)
+            raise MemoryError(f"attentile: no memory for {nbytes} bytes of scratch")
+    if not job.few:
+        at_pool_run(attend_task, job, job.tasks, threads)
+        return 0
+    job.partials = job.scratch + threads * job.scratch_per_slot
+    at_pool_run(few_task, job, job.tasks, threads)
+    if job.parts > 1:                           # a few microseconds even for long caches
+        at_pool_run(merge_task, job, heads, 1)
     return 0
 
 
@@ -80,6 +88,7 @@ cdef inline void start_job(Job *job, size_t itemsize, const void *q, Py_ssize_t 
     job.batch, job.kv_heads, job.group = q_shape[0], k_shape[1], q_shape[1] // k_shape[1]
     job.queries, job.keys, job.width = q_shape[2], k_shape[2], q_shape[3]
     job.fill = -INFINITY
+    job.key_step = 1
     bind(&job.q, q, q_strides)
     bind(&job.k, k, k_strides)
 
