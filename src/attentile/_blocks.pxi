@@ -144,21 +144,27 @@ cdef inline char *at(const Strided *a, Py_ssize_t b, Py_ssize_t h, Py_ssize_t i)
 # ---------------------------------------------------------------------------------------------------------------
 # Division of work and scratch
 # ---------------------------------------------------------------------------------------------------------------
-cdef void divide(Job *job, int threads) noexcept nogil:
-    """Sets the block and task sizes: TASK_ROWS rows share a visit of a chunk unless threads would be short of tasks."""
+cdef int divide(Job *job, int threads) noexcept nogil:
+    """Sets the block and task sizes and returns the number of threads that work.
+
+    TASK_ROWS rows share a visit of a chunk unless threads would be short of tasks.
+    """
     cdef Py_ssize_t rows = job.group * job.queries, heads = job.batch * job.kv_heads, blocks, share
+    cdef double scores = <double> heads * <double> rows * <double> job.keys, widths = job.width + job.value_width
+    if 2 * scores * widths < SERIAL_FLOPS and scores / rows * widths * job.tiles.itemsize < SERIAL_BYTES:
+        threads = 1
     job.block_rows = job.tiles.max_vectors * job.tiles.lanes
     choose_few(job, rows, heads, threads)
-    if job.few:
-        return
-    blocks = (rows + job.block_rows - 1) // job.block_rows
-    share = min(<Py_ssize_t> MAX_BLOCKS, (TASK_ROWS + job.block_rows - 1) // job.block_rows)
-    if threads > 1:
-        share = max(<Py_ssize_t> 1, min(share, heads * blocks // (TASKS_PER_THREAD * threads)))
-    job.tasks_per_head = (blocks + share - 1) // share
-    job.blocks_per_task = (blocks + job.tasks_per_head - 1) // job.tasks_per_head
-    job.tasks_per_head = (blocks + job.blocks_per_task - 1) // job.blocks_per_task
-    job.tasks = heads * job.tasks_per_head
+    if not job.few:
+        blocks = (rows + job.block_rows - 1) // job.block_rows
+        share = min(<Py_ssize_t> MAX_BLOCKS, (TASK_ROWS + job.block_rows - 1) // job.block_rows)
+        if threads > 1:
+            share = max(<Py_ssize_t> 1, min(share, heads * blocks // (TASKS_PER_THREAD * threads)))
+        job.tasks_per_head = (blocks + share - 1) // share
+        job.blocks_per_task = (blocks + job.tasks_per_head - 1) // job.tasks_per_head
+        job.tasks_per_head = (blocks + job.blocks_per_task - 1) // job.blocks_per_task
+        job.tasks = heads * job.tasks_per_head
+    return <int> min(<Py_ssize_t> threads, job.tasks)
 
 
 cdef void choose_few(Job *job, Py_ssize_t rows, Py_ssize_t heads, int threads) noexcept nogil:
