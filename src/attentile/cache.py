@@ -394,7 +394,8 @@ class KVCache:
                 )
             self._held_from = np.where(ends <= self.sinks, 0, self._held_from)
         self._lengths = ends
-        self._pages.cut(ends)
+        # Where the window holds no later token any more, only the pages of the kept first ones stay.
+        self._pages.cut(np.where(self._held_from < ends, ends, np.minimum(self.sinks, ends)))
 
     def fork(self) -> KVCache:
         """An independent cache with the same tokens. They share pages until one of them writes into one."""
