@@ -6,6 +6,7 @@ from .draw import draw_mask
 from .explain import Explanation, explain
 from .masks import segment_ids
 from .positions import alibi_slopes, positional_encoding, relative_bias, t5_bias, t5_buckets
+from .rotary import rotary_embedding
 from .stats import AttentionStats, attention_stats
 from .textbook import causal_attention, multi_head_attention, self_attention
 
@@ -24,6 +25,7 @@ __all__ = [
     "num_threads",
     "positional_encoding",
     "relative_bias",
+    "rotary_embedding",
     "segment_ids",
     "self_attention",
     "set_num_threads",
