@@ -133,7 +133,7 @@ def _check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         raise ValueError("rotary_embedding: out is read-only; pass a writable array (out.copy() is)")
     reach = out.itemsize
     for step, n in sorted((abs(step), n) for step, n in zip(out.strides, out.shape, strict=True) if n > 1):
-        if step < reach:
+        if step < reach and out.size:
             raise ValueError(
                 f"rotary_embedding: out has shape {out.shape} and strides {out.strides}, so that elements share "
                 "memory; pass an array that does not overlap itself"
@@ -290,7 +290,7 @@ def _rotate_half(x: Array, out: Array, run: Callable[..., None], turn: Turn, pla
     for b in range(0, batch, many):
         for start in range(0, rows, some):
             cut = slice(b, b + many), slice(None), slice(start, start + some)
-            chunk = x[cut].astype(np.float64)
+            chunk = x[cut].astype(np.float64, order="C")
             at = places.array
             if at is not None:
                 at = np.ascontiguousarray(at[slice(0, 1) if len(at) == 1 else cut[0], cut[2]])
