@@ -287,10 +287,11 @@ def test_integers_give_float64(dtype):
 
 
 def tables(rows: int, pairs: int, dtype: Any = np.float64) -> tuple[np.ndarray, np.ndarray]:
+    """Cosines and sines of no rotation: any sign, sizes from 1/2 to 2."""
     rng = np.random.default_rng(8)
-    return tuple(
-        rng.uniform(0.5, 2, (rows, pairs)).astype(dtype) * np.sign(rng.standard_normal((rows, pairs))) for _ in "cs"
-    )
+    size, sign = rng.uniform(0.5, 2, (2, rows, pairs)), np.sign(rng.standard_normal((2, rows, pairs)))
+    cos, sin = (size * sign).astype(dtype)
+    return cos, sin
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -448,7 +449,6 @@ def test_axes_that_do_not_fold():
 
 def test_out_that_shares_memory_with_tables_or_positions():
     cos, sin = tables(6, 4)
-    x, wanted = uniform(1, 6, 4)[..., :8], None
     x = uniform(1, 6, 8)
     wanted = rotary_embedding(x, cos=cos, sin=sin)
     room = np.concatenate([cos.ravel(), sin.ravel()])

@@ -140,7 +140,7 @@ def _kind(scaling: Mapping[str, Any]) -> str:
             f"rotary_embedding: scaling has neither 'rope_type' nor 'type' (its keys: {sorted(map(str, scaling))}); "
             f"one of them must name the method, {known}"
         )
-    kinds = {_ALIASES.get(name, name) if isinstance(name, str) else name for name in names}
+    kinds = {_ALIASES.get(str(name), str(name)) for name in names}
     if len(kinds) > 1:
         raise ValueError(
             f"rotary_embedding: scaling has rope_type {names[0]!r} and type {names[1]!r}; leave out one of the two"
@@ -148,7 +148,7 @@ def _kind(scaling: Mapping[str, Any]) -> str:
     kind = kinds.pop()
     if kind not in _KINDS:
         raise ValueError(f"rotary_embedding: scaling has type {names[0]!r}; it must be one of {known}")
-    return str(kind)
+    return kind
 
 
 def read_scaling(scaling: Any) -> Scaling:
