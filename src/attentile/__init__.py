@@ -8,6 +8,7 @@ from .explain import Explanation, explain
 from .masks import segment_ids
 from .merge import merge_attention
 from .positions import alibi_slopes, positional_encoding, relative_bias, t5_bias, t5_buckets
+from .rotary import rotary_embedding
 from .stats import AttentionStats, attention_stats
 from .textbook import causal_attention, multi_head_attention, self_attention
 
@@ -28,6 +29,7 @@ __all__ = [
     "num_threads",
     "positional_encoding",
     "relative_bias",
+    "rotary_embedding",
     "segment_ids",
     "self_attention",
     "set_num_threads",

@@ -11,6 +11,7 @@ cdef extern from "kernels/kernels.h" nogil:
         AT_PANEL
         AT_FEW_KEYS
         AT_PEAK_CHAINS
+        AT_ANGLE_BLOCK
 
     ctypedef struct at_ahead:
         const char **rows
@@ -68,8 +69,21 @@ cdef extern from "kernels/kernels.h" nogil:
                          Py_ssize_t *keys) noexcept nogil
         double (*fma_peak)(Py_ssize_t rounds) noexcept nogil
 
+    ctypedef struct at_rotary_rows:
+        const char *x
+        char *y
+        Py_ssize_t x_stride, y_stride, rows
+        Py_ssize_t pairs, apart
+        Py_ssize_t tail_from, tail
+        const double *table
+        Py_ssize_t pitch, sines
+
     ctypedef struct at_angles:
-        pass
+        void (*apart)(double *cosines, double *sines, double position, const double *high, const double *low,
+                      Py_ssize_t pairs) noexcept nogil
+        void (*sum_of)(double *table, const double *a, const double *b, Py_ssize_t pairs, double cosine_factor,
+                       double sine_factor, int neighbours) noexcept nogil
+        void (*turn_rows[2][2])(const at_rotary_rows *rows) noexcept nogil
 
     ctypedef struct at_isa:
         const char *name

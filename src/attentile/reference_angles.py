@@ -1,4 +1,4 @@
-"""The sinusoidal positional encoding in plain NumPy: the fallback without the compiled core, and its second opinion.
+"""Positional encoding and rotary embedding in plain NumPy: the fallback without the compiled core, its second opinion.
 
 A float64 product position * frequency is wrong by half a ULP, which at position 10**6 moves the angle by 6e-11. So
 frequencies and angles are unevaluated sums (high, low) of two float64 arrays, about 106 bits, and they count quarter
@@ -87,3 +87,30 @@ def positional_encoding(rows: int, d_model: int, first_position: int, ratio: tup
             block[:, 0::2] = sine
             block[:, 1::2] = cosine[:, : d_model // 2]
     return out
+
+
+def rotate(
+    x: Array, y: Array, pairs: int, neighbours: bool, positions: Array | None, first: int, high: Array | None,
+    low: Array | None, cosines: Array | None, sines: Array | None, cosine_factor: float, sine_factor: float,
+    threads: int,
+) -> None:  # fmt: skip
+    """The core's function of this name (see _rotary.pxi): x (B, H, L, D) turned into y, which may be x."""
+    _, heads, length, width = x.shape
+    n = 2 * pairs
+    one, two = (slice(0, n, 2), slice(1, n, 2)) if neighbours else (slice(0, pairs), slice(pairs, n))
+    if positions is None:
+        positions = first + np.arange(length)[None]
+    step = max(1, _BLOCK // max(heads * width, pairs))
+    with np.errstate(under="ignore", over="ignore", invalid="ignore"):  # as in the core, which never warns
+        for item, start in np.ndindex(len(x), -(-length // step)):
+            rows = slice(start * step, (start + 1) * step)
+            at = positions[item % len(positions), rows]
+            if high is not None and low is not None:
+                sine, cosine = _sincos(at.astype(np.float64)[:, None], (high, low))
+            elif cosines is not None and sines is not None:
+                sine, cosine = sines[at].astype(np.float64), cosines[at].astype(np.float64)
+            sine, cosine = sine * sine_factor, cosine * cosine_factor
+            block, out = x[item, :, rows], y[item, :, rows]
+            a, b = block[..., one].astype(np.float64), block[..., two].astype(np.float64)  # copies: y may be x
+            out[..., one], out[..., two] = a * cosine - b * sine, b * cosine + a * sine
+            out[..., n:] = block[..., n:]

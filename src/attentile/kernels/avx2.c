@@ -172,6 +172,10 @@ INLINE void f64v_store_pairs(double* p, __m256d a, __m256d b) {
     _mm256_store_pd(p, _mm256_permute2f128_pd(even, odd, 0x20));
     _mm256_store_pd(p + 4, _mm256_permute2f128_pd(even, odd, 0x31));
 }
+INLINE __m256d f64v_load_f32(const float* p) { return _mm256_cvtps_pd(_mm_loadu_ps(p)); }
+INLINE __m256d f64v_load_f32_part(const float* p, ptrdiff_t n) {
+    return _mm256_cvtps_pd(_mm_maskload_ps(p, _mm_loadu_si128((const __m128i*)(first_lanes_32 + 8 - n))));
+}
 INLINE void f64v_store_f32(float* p, __m256d x) { _mm_storeu_ps(p, _mm256_cvtpd_ps(x)); }
 INLINE void f64v_store_f32_part(float* p, __m256d x, ptrdiff_t n) {
     const __m128i first = _mm_loadu_si128((const __m128i*)(first_lanes_32 + 8 - n));

@@ -181,6 +181,10 @@ INLINE void f64v_store_pairs(double* p, __m512d a, __m512d b) {
     _mm512_store_pd(p, _mm512_permutex2var_pd(a, low, b));
     _mm512_store_pd(p + 8, _mm512_permutex2var_pd(a, high, b));
 }
+INLINE __m512d f64v_load_f32(const float* p) { return _mm512_cvtps_pd(_mm256_loadu_ps(p)); }
+INLINE __m512d f64v_load_f32_part(const float* p, ptrdiff_t n) {
+    return _mm512_cvtps_pd(_mm256_maskz_loadu_ps((__mmask8)((1u << n) - 1), p));
+}
 INLINE void f64v_store_f32(float* p, __m512d x) { _mm256_storeu_ps(p, _mm512_cvtpd_ps(x)); }
 INLINE void f64v_store_f32_part(float* p, __m512d x, ptrdiff_t n) {
     _mm256_mask_storeu_ps(p, (__mmask8)((1u << n) - 1), _mm512_cvtpd_ps(x));

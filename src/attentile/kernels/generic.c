@@ -124,6 +124,10 @@ INLINE void f64v_store_pairs(double* p, f64v_vec a, f64v_vec b) {
     f64v_store(p, (f64v_vec){a[0], b[0]});
     f64v_store(p + 2, (f64v_vec){a[1], b[1]});
 }
+INLINE f64v_vec f64v_load_f32_part(const float* p, ptrdiff_t n) {
+    return (f64v_vec){n > 0 ? (double)p[0] : 0, n > 1 ? (double)p[1] : 0};
+}
+INLINE f64v_vec f64v_load_f32(const float* p) { return f64v_load_f32_part(p, 2); }
 INLINE void f64v_store_f32_part(float* p, f64v_vec x, ptrdiff_t n) {
     for (ptrdiff_t i = 0; i < n; i++) p[i] = (float)x[i];
 }

@@ -160,6 +160,19 @@ typedef struct {
  * (without FMA 2.9e-16). Beyond, the error of ratio^i shows: up to 5e-15 at 2^50. */
 #define AT_ANGLE_BLOCK 8
 
+/* Rows for turn_rows: row r lies at x + r * x_stride and goes to y + r * y_stride (bytes). y may be x; other overlaps are
+ * not allowed. Elements from tail_from on, `tail` of them, are copied. Row r is turned by table + r * pitch: cosines
+ * first, after `sines` doubles the sines; laid out by sum_of. */
+typedef struct {
+    const char* x;
+    char* y;
+    ptrdiff_t x_stride, y_stride, rows;
+    ptrdiff_t pairs, apart; /* apart: elements between the members of a pair; not used for neighbours */
+    ptrdiff_t tail_from, tail;
+    const double* table;
+    ptrdiff_t pitch, sines;
+} at_rotary_rows;
+
 typedef struct {
     /* high[i] + low[i] = ratio^i * 2 / pi, the quarter turns per position. */
     void (*frequencies)(double* high, double* low, ptrdiff_t pairs, double ratio_high, double ratio_low);
@@ -176,6 +189,20 @@ typedef struct {
 
     /* The same, rounded once to float. */
     void (*rotate_f32)(float* row, const double* cosines, const double* sines, const double* fine, ptrdiff_t width);
+
+    /* Rotary position embedding. high + low: quarter turns per position of each pair, any numbers.
+     * cosines[i], sines[i] of the angle of pair i. */
+    void (*apart)(double* cosines, double* sines, double position, const double* high, const double* low,
+                  ptrdiff_t pairs);
+
+    /* A table row: cosine and sine of the sum of two angles, times a factor each. a[i], a[pairs + i] = cosine and sine of
+     * one angle, b those of the other. neighbours = 0: table[i] = cosine, table[pairs + i] = sine; else
+     * table[2 i] = table[2 i + 1] = cosine, table[2 pairs + 2 i] = -sine, table[2 pairs + 2 i + 1] = sine. */
+    void (*sum_of)(double* table, const double* a, const double* b, ptrdiff_t pairs, double cosine_factor,
+                   double sine_factor, int neighbours);
+
+    /* [float, double][halves, neighbours]: the pairs of each row turned by its table, rounded once at the end. */
+    void (*turn_rows[2][2])(const at_rotary_rows* rows);
 } at_angles;
 
 typedef struct {
