@@ -168,18 +168,19 @@ def attend_pages(q, tuple shape, table, Py_ssize_t keys, Py_ssize_t kept, out, d
 
 
 cdef object attend_last_typed(const real[:, :, :, :] q, const Layout *layout, const Py_ssize_t[:, ::1] table,
-                              const Py_ssize_t[::1] lengths, Py_ssize_t length, int threads, dtype):
-    cdef Py_ssize_t item = sizeof(real), b, batch = q.shape[0], rows = q.shape[2]
+                              const Py_ssize_t[::1] lengths, int threads, dtype):
+    cdef Py_ssize_t item = sizeof(real), b, batch = q.shape[0], rows = q.shape[2], length
     cdef real[:, :, :, :] out
     cdef Job job
     cdef Py_ssize_t bits
     if (batch != lengths.shape[0] or batch == 0 or q.shape[1] == 0 or q.shape[1] % layout.kv_heads != 0 or rows != 1
-            or q.shape[3] != layout.width or length == 0 or q.strides[3] != item and q.shape[3] > 1):
+            or q.shape[3] != layout.width or lengths[0] == 0 or q.strides[3] != item and q.shape[3] > 1):
         return None
     bits = <Py_ssize_t> &q[0, 0, 0, 0] | q.strides[0] | q.strides[1] | q.strides[2]
     if bits & (item - 1):
         return None
-    for b in range(batch):
+    length = lengths[0]
+    for b in range(1, batch):
         if lengths[b] != length:
             return None
     result = empty((batch, q.shape[1], rows, layout.value_width), dtype)
@@ -192,7 +193,7 @@ cdef object attend_last_typed(const real[:, :, :, :] q, const Layout *layout, co
     return result
 
 
-def attend_last(q, tuple shape, table, lengths, Py_ssize_t length, int threads, dtype):
+def attend_last(q, tuple shape, table, lengths, int threads, dtype):
     """KVCache.attend for the commonest call, with its checks: the output, or None if the general way must decide.
 
     One row per item, which sees all tokens of the item, and all items are equally long.
@@ -202,5 +203,5 @@ def attend_last(q, tuple shape, table, lengths, Py_ssize_t length, int threads, 
         return None
     layout = layout_of(shape)
     if dtype is float32:
-        return attend_last_typed[float](q, &layout, table, lengths, length, threads, dtype)
-    return attend_last_typed[double](q, &layout, table, lengths, length, threads, dtype)
+        return attend_last_typed[float](q, &layout, table, lengths, threads, dtype)
+    return attend_last_typed[double](q, &layout, table, lengths, threads, dtype)

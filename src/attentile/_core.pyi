@@ -34,7 +34,7 @@ def attend_pages(
     slopes: NDArray[Any] | None = None, start: NDArray[Any] | None = None,
 ) -> None: ...  # fmt: skip
 def attend_last(
-    q: object, shape: tuple[int, int, int, int], table: NDArray[Any], lengths: NDArray[Any], length: int, threads: int,
+    q: object, shape: tuple[int, int, int, int], table: NDArray[Any], lengths: NDArray[Any], threads: int,
     dtype: object,
 ) -> NDArray[Any] | None: ...  # fmt: skip
 def encode(out: NDArray[Any], first_position: float, ratio_high: float, ratio_low: float) -> None: ...

@@ -129,7 +129,7 @@ def explain(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -> Explana
         )
     chosen = {**_DEFAULTS, **options}
     given: dict[str, Any] = {"q": q, "k": k, "v": v, "mask": chosen["mask"], "bias": chosen["bias"]}
-    arrays = {name: None if value is None else np.asarray(value) for name, value in given.items()}
+    arrays: dict[str, Any] = {name: None if value is None else np.asarray(value) for name, value in given.items()}
     rest = {name: chosen[name] for name in _DEFAULTS if name not in ("out", "mask", "bias") and "return" not in name}
     call = prepare(**arrays, **rest)
     path, why = _path(given, chosen)
