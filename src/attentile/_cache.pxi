@@ -94,45 +94,6 @@ def store_tokens(k, v, tuple shape, table, starts, counts):
         store_typed[double](k, v, &layout, table, starts, counts)
 
 
-cdef bint append_typed(const real[:, :, :, :] k, const real[:, :, :, :] v, const Layout *layout,
-                       const Py_ssize_t[:, ::1] table, Py_ssize_t[::1] lengths,
-                       const Py_ssize_t[::1] writable) except -1:
-    cdef Py_ssize_t b, n = k.shape[2], batch = k.shape[0], item = sizeof(real)
-    if (batch != lengths.shape[0] or v.shape[0] != batch or v.shape[2] != n or n == 0 or batch == 0
-            or k.shape[1] != layout.kv_heads or v.shape[1] != layout.kv_heads or k.shape[3] != layout.width
-            or v.shape[3] != layout.value_width or k.strides[3] != item and k.shape[3] > 1
-            or v.strides[3] != item and v.shape[3] > 1):
-        return False
-    if ((<Py_ssize_t> &k[0, 0, 0, 0] | <Py_ssize_t> &v[0, 0, 0, 0] | k.strides[0] | k.strides[1] | k.strides[2]
-            | v.strides[0] | v.strides[1] | v.strides[2]) & (item - 1)):
-        return False
-    for b in range(batch):
-        if lengths[b] + n > writable[b]:
-            return False
-    with nogil:
-        for b in range(batch):
-            store_item(layout, sizeof(real), &table[b, 0], lengths[b], n, <const char *> &k[b, 0, 0, 0], k.strides[1],
-                       k.strides[2], <const char *> &v[b, 0, 0, 0], v.strides[1], v.strides[2])
-            lengths[b] += n
-    return True
-
-
-def append_tokens(k, v, tuple shape, table, lengths, writable, dtype):
-    """KVCache.append for the commonest call, with its checks: True if done, False if the general way must decide.
-
-    Adds the tokens of k, v to every item whose pages are open up to writable[b], and their number to lengths.
-    """
-    cdef Layout layout
-    if type(k) is not ndarray or type(v) is not ndarray or k.dtype is not dtype or v.dtype is not dtype:
-        return False
-    if k.ndim != 4 or v.ndim != 4:
-        return False
-    layout = layout_of(shape)
-    if dtype is float32:
-        return append_typed[float](k, v, &layout, table, lengths, writable)
-    return append_typed[double](k, v, &layout, table, lengths, writable)
-
-
 # ---------------------------------------------------------------------------------------------------------------
 # Attention over the pages
 # ---------------------------------------------------------------------------------------------------------------
@@ -167,41 +128,89 @@ def attend_pages(q, tuple shape, table, Py_ssize_t keys, Py_ssize_t kept, out, d
                                    softcap, sinks, slopes, start)
 
 
-cdef object attend_last_typed(const real[:, :, :, :] q, const Layout *layout, const Py_ssize_t[:, ::1] table,
-                              const Py_ssize_t[::1] lengths, int threads, dtype):
-    cdef Py_ssize_t item = sizeof(real), b, batch = q.shape[0], rows = q.shape[2], length
+# ---------------------------------------------------------------------------------------------------------------
+# The commonest calls
+# ---------------------------------------------------------------------------------------------------------------
+cdef class CacheView:
+    """The arrays of a KVCache, held ready for its commonest calls, which then take a microsecond or two beside their work.
+
+    shape and table as in store_tokens; lengths (B,) are read and, by append, written; writable (B,): tokens up to which an
+    item's pages are there and its own. A view is good until the cache replaces one of its arrays.
+    """
+    cdef Layout layout
+    cdef const Py_ssize_t[:, ::1] table
+    cdef Py_ssize_t[::1] lengths
+    cdef const Py_ssize_t[::1] writable
+    cdef object dtype
+
+    def __init__(self, tuple shape, table, lengths, writable, dtype):
+        self.layout = layout_of(shape)
+        self.table, self.lengths, self.writable, self.dtype = table, lengths, writable, dtype
+
+    def append(self, k, v):
+        """KVCache.append without options, with its checks: False if the general way must decide."""
+        if type(k) is not ndarray or type(v) is not ndarray or k.dtype is not self.dtype or v.dtype is not self.dtype:
+            return False
+        if k.ndim != 4 or v.ndim != 4:
+            return False
+        if self.dtype is float32:
+            return append_typed[float](self, k, v)
+        return append_typed[double](self, k, v)
+
+    def attend(self, q, int threads):
+        """KVCache.attend without options, with its checks: None if the general way must decide.
+
+        One row per item, which sees all tokens of the item, and all items are equally long.
+        """
+        if type(q) is not ndarray or q.dtype is not self.dtype or q.ndim != 4:
+            return None
+        if self.dtype is float32:
+            return attend_last[float](self, q, threads)
+        return attend_last[double](self, q, threads)
+
+
+cdef bint append_typed(CacheView view, const real[:, :, :, :] k, const real[:, :, :, :] v) except -1:
+    cdef Py_ssize_t b, n = k.shape[2], batch = k.shape[0], item = sizeof(real)
+    cdef Layout *layout = &view.layout
+    if (batch != view.lengths.shape[0] or v.shape[0] != batch or v.shape[2] != n or n == 0 or batch == 0
+            or k.shape[1] != layout.kv_heads or v.shape[1] != layout.kv_heads or k.shape[3] != layout.width
+            or v.shape[3] != layout.value_width or k.strides[3] != item and k.shape[3] > 1
+            or v.strides[3] != item and v.shape[3] > 1):
+        return False
+    if ((<Py_ssize_t> &k[0, 0, 0, 0] | <Py_ssize_t> &v[0, 0, 0, 0] | k.strides[0] | k.strides[1] | k.strides[2]
+            | v.strides[0] | v.strides[1] | v.strides[2]) & (item - 1)):
+        return False
+    for b in range(batch):
+        if view.lengths[b] + n > view.writable[b]:
+            return False
+    with nogil:
+        for b in range(batch):
+            store_item(layout, sizeof(real), &view.table[b, 0], view.lengths[b], n, <const char *> &k[b, 0, 0, 0],
+                       k.strides[1], k.strides[2], <const char *> &v[b, 0, 0, 0], v.strides[1], v.strides[2])
+            view.lengths[b] += n
+    return True
+
+
+cdef object attend_last(CacheView view, const real[:, :, :, :] q, int threads):
+    cdef Py_ssize_t item = sizeof(real), b, batch = q.shape[0], length
+    cdef Layout *layout = &view.layout
     cdef real[:, :, :, :] out
     cdef Job job
-    cdef Py_ssize_t bits
-    if (batch != lengths.shape[0] or batch == 0 or q.shape[1] == 0 or q.shape[1] % layout.kv_heads != 0 or rows != 1
-            or q.shape[3] != layout.width or lengths[0] == 0 or q.strides[3] != item and q.shape[3] > 1):
+    if (batch != view.lengths.shape[0] or batch == 0 or q.shape[1] == 0 or q.shape[1] % layout.kv_heads != 0
+            or q.shape[2] != 1 or q.shape[3] != layout.width or q.strides[3] != item and q.shape[3] > 1
+            or (<Py_ssize_t> &q[0, 0, 0, 0] | q.strides[0] | q.strides[1]) & (item - 1)):
         return None
-    bits = <Py_ssize_t> &q[0, 0, 0, 0] | q.strides[0] | q.strides[1] | q.strides[2]
-    if bits & (item - 1):
-        return None
-    length = lengths[0]
+    length = view.lengths[0]
     for b in range(1, batch):
-        if lengths[b] != length:
+        if view.lengths[b] != length:
             return None
-    result = empty((batch, q.shape[1], rows, layout.value_width), dtype)
+    if length == 0:
+        return None
+    result = empty((batch, q.shape[1], 1, layout.value_width), view.dtype)
     out = result
     start_job(&job, sizeof(real), &q[0, 0, 0, 0], q.shape, q.strides, layout.kv_heads, length)
-    bind_pages(&job, layout, table)
+    bind_pages(&job, layout, view.table)
     bind(&job.out, &out[0, 0, 0, 0], out.strides)
     with nogil:
         run_job(&job, 1.0 / sqrt(<double> job.width), threads)
     return result
-
-
-def attend_last(q, tuple shape, table, lengths, int threads, dtype):
-    """KVCache.attend for the commonest call, with its checks: the output, or None if the general way must decide.
-
-    One row per item, which sees all tokens of the item, and all items are equally long.
-    """
-    cdef Layout layout
-    if type(q) is not ndarray or q.dtype is not dtype or q.ndim != 4:
-        return None
-    layout = layout_of(shape)
-    if dtype is float32:
-        return attend_last_typed[float](q, &layout, table, lengths, threads, dtype)
-    return attend_last_typed[double](q, &layout, table, lengths, threads, dtype)

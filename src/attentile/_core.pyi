@@ -22,10 +22,6 @@ def store_tokens(
     k: NDArray[Any], v: NDArray[Any], shape: tuple[int, int, int, int], table: NDArray[Any], starts: NDArray[Any],
     counts: NDArray[Any],
 ) -> None: ...  # fmt: skip
-def append_tokens(
-    k: object, v: object, shape: tuple[int, int, int, int], table: NDArray[Any], lengths: NDArray[Any],
-    writable: NDArray[Any], dtype: object,
-) -> bool: ...  # fmt: skip
 def attend_pages(
     q: NDArray[Any], shape: tuple[int, int, int, int], table: NDArray[Any], keys: int, kept: int, out: NDArray[Any],
     scale: float, threads: int, *, mask: NDArray[Any] | None = None, bias: NDArray[Any] | None = None,
@@ -33,10 +29,15 @@ def attend_pages(
     weights: NDArray[Any] | None = None, softcap: float = 0, sinks: NDArray[Any] | None = None,
     slopes: NDArray[Any] | None = None, start: NDArray[Any] | None = None,
 ) -> None: ...  # fmt: skip
-def attend_last(
-    q: object, shape: tuple[int, int, int, int], table: NDArray[Any], lengths: NDArray[Any], threads: int,
-    dtype: object,
-) -> NDArray[Any] | None: ...  # fmt: skip
+
+class CacheView:
+    def __init__(
+        self, shape: tuple[int, int, int, int], table: NDArray[Any], lengths: NDArray[Any], writable: NDArray[Any],
+        dtype: object,
+    ) -> None: ...  # fmt: skip
+    def append(self, k: object, v: object) -> bool: ...
+    def attend(self, q: object, threads: int) -> NDArray[Any] | None: ...
+
 def encode(out: NDArray[Any], first_position: float, ratio_high: float, ratio_low: float) -> None: ...
 def rotate(
     x: NDArray[Any], y: NDArray[Any], pairs: int, neighbours: bool, positions: NDArray[Any] | None, first: int,

@@ -1,7 +1,8 @@
 """KVCache: the keys and values of the tokens so far, in pages (pages.py), and attention over them.
 
-Only two methods know what computes: `_write` puts tokens into the pages, `_attend` runs attention over what is held.
-Everything else is bookkeeping on three arrays, one entry per batch item: the pages, the length, and `held_from`.
+Only `_write`, which puts tokens into the pages, and cache_attend.py, which runs attention over what is held, know what
+computes; for the commonest calls the core holds a view of the arrays. Everything else is bookkeeping on three arrays,
+one entry per batch item: the pages, the length, and `held_from`.
 
     window=(4, 0), sinks=2, 12 tokens in:      token      0 1 2 3 4 5 6 7 8 9 . .
                                                held       x x . . . . . x x x x x      held_from = 7
@@ -17,10 +18,11 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from . import cache_file, config
-from .attention import AttentionResult, attention, finish
+from .attention import AttentionResult
+from .cache_attend import attend_stored
 from .cache_checks import between, check_held, count, place, rotary_options, storage_dtype, window_of
 from .cache_file import File
-from .call import _mask, prepare, promoted, ready
+from .call import promoted, ready
 from .merge import merge_attention
 from .pages import PAGE_KEYS, PANEL, PagePool, PageTable, addresses_in
 from .rotary import rotary_embedding
@@ -29,12 +31,6 @@ __all__ = ["KVCache", "merge_attention"]
 
 Array = NDArray[Any]
 Index = NDArray[np.intp]
-
-
-# The options of prepare() that a call need not name.
-_UNUSED: dict[str, Any] = dict.fromkeys(
-    ("mask", "bias", "scale", "softcap", "sinks", "alibi_slopes", "num_threads", "window")
-)
 
 
 class KVCache:
@@ -132,6 +128,8 @@ class KVCache:
         self._pages = PageTable(pool, np.zeros((batch, pages), np.intp))
         self._shape = (self.kv_heads, size, self.head_dim, self.value_dim)  # of a page, as the core takes it
         self._writable = np.zeros(batch, np.intp)  # tokens of each item up to which its pages are there and its own
+        self._plain = self._rotary is None and self.window is None
+        self._made: Any = None  # the core's view of these arrays
 
     def _pages_per_item(self, size: int) -> int:
         """Pages that `capacity` tokens can touch, wherever they lie."""
@@ -192,13 +190,8 @@ class KVCache:
         TypeError, ValueError
             Wrong shapes or dtypes, lengths beyond n, more tokens than the capacity. The cache is then as before.
         """
-        core = config.active
-        plain = lengths is None and self._rotary is None and self.window is None
-        if (
-            plain
-            and core is not None
-            and core.append_tokens(k, v, self._shape, self._pages.table, self._lengths, self._writable, self.dtype)
-        ):
+        view = self._made
+        if view is not None and lengths is None and config.active is not None and view.append(k, v):
             return
         k, v = self._incoming("k", k, self.head_dim), self._incoming("v", v, self.value_dim)
         n = k.shape[2]
@@ -221,7 +214,7 @@ class KVCache:
         self._lengths = self._lengths + counts
         size = self._pages.pool.page_keys
         opened = np.minimum(-(-self._lengths // size) * size, self.capacity or np.iinfo(np.intp).max)
-        self._writable = np.where(counts > 0, opened, 0)
+        self._replaced(np.where(counts > 0, opened, 0))
 
     def _incoming(self, name: str, value: ArrayLike, width: int) -> Array:
         array = np.asarray(value)
@@ -257,6 +250,15 @@ class KVCache:
         for item in np.flatnonzero(counts):
             n = counts[item]
             self._pages.write(int(item), int(starts[item]), k[item, :, :n], v[item, :, :n])
+
+    def _replaced(self, writable: Index | None = None) -> None:
+        """Arrays that the core's view holds are others now. writable: by default no page may be written to as it is."""
+        self._writable = np.zeros_like(self._lengths) if writable is None else writable
+        self._made = None
+        if config.active is not None and self._plain and self.batch:
+            self._made = config.active.CacheView(
+                self._shape, self._pages.table, self._lengths, self._writable, self.dtype
+            )
 
     def _rotated(self, x: Array, positions: Index) -> Array:
         """x (items, heads, n, head_dim) rotated at positions (items, n), or (n,) for all items."""
@@ -305,12 +307,11 @@ class KVCache:
                [0.31, 0.69, 0.  ],
                [0.6 , 0.4 , 0.  ]])
         """
-        core = config.active
-        if core is not None and not options and self._rotary is None and self.window is None:
-            threads = config.threads_for(None, "KVCache.attend")
-            result = core.attend_last(q, self._shape, self._pages.table, self._lengths, threads, self.dtype)
+        view = self._made
+        if view is not None and not options and config.active is not None:
+            result: Array | None = view.attend(q, config.threads_for(None, "KVCache.attend"))
             if result is not None:
-                return result  # type: ignore[no-any-return]
+                return result
         queries = np.asarray(q)
         if queries.ndim != 4 or (queries.shape[0], queries.shape[3]) != (self.batch, self.head_dim):
             raise ValueError(
@@ -325,66 +326,12 @@ class KVCache:
                 queries = queries.astype(promoted("attention", queries, np.empty(0, self.dtype))[1], copy=False)
                 if queries.size:
                     queries = self._rotated(queries, start[:, None] + np.arange(queries.shape[2]))
-            return self._attend(queries, placed)
+            return attend_stored(self, queries, placed)
         except (TypeError, ValueError) as error:
             text = str(error)
             if type(error) not in (TypeError, ValueError) or not text.startswith("attention: "):
                 raise
             raise type(error)("KVCache.attend" + text.removeprefix("attention")) from None
-
-    def _attend(self, q: Array, options: dict[str, Any]) -> Array | AttentionResult:
-        """Backend: q (rotated) over what is held. options: as place() gives them."""
-        n = self.length
-        options = options | {"window": self.window} if self.window is not None else dict(options)
-        if (options["key_lengths"] == n).all():
-            options["key_lengths"] = None
-        core = config.active
-        python = options.get("score_mod") is not None or (self.sinks and options.get("segments") is not None)
-        if core is None or python or promoted("attention", q)[0] != self.dtype:
-            return self._attend_gathered(q, options)
-        returned = [bool(options.pop(name, False)) for name in ("return_lse", "return_weights")]
-        out = options.pop("out", None)
-        k, v = (
-            np.broadcast_to(np.zeros((), self.dtype), (self.batch, self.kv_heads, n, width))
-            for width in (self.head_dim, self.value_dim)
-        )
-        call = prepare(q, k, v, stored=True, kept=self.sinks > 0, **{**_UNUSED, **options})
-
-        def run(target: Array, lse: Array | None, weights: Array | None) -> None:
-            if 0 in target.shape or n == 0:
-                target[...] = 0
-                if lse is not None:
-                    lse[...] = -np.inf
-                return
-            named = call.named()
-            for name in ("lo", "hi", "start"):
-                if (index := named[name]) is not None:
-                    named[name] = np.ascontiguousarray(index, np.intp)
-            del named["k"]
-            core.attend_pages(
-                named.pop("q"), self._shape, self._pages.table, n, self.sinks, target, call.scale, call.threads,
-                lse=lse, weights=weights, **named, **call.options,
-            )  # fmt: skip
-
-        return finish(call, run, out, *returned)
-
-    def _attend_gathered(self, q: Array, options: dict[str, Any]) -> Array | AttentionResult:
-        """The same over copies (batch, heads, length, width) with zeros where tokens are gone."""
-        n = self.length
-        k = np.zeros((self.batch, self.kv_heads, n, self.head_dim), self.dtype)
-        v = np.zeros((self.batch, self.kv_heads, n, self.value_dim), self.dtype)
-        for item in range(self.batch):
-            for first, end in self._held(item):
-                self._pages.read(item, first, end, k[item, :, first:end], v[item, :, first:end])
-        if self.window is not None and self.sinks:
-            position = options["q_start"][:, None, None, None] + np.arange(q.shape[2])[:, None]
-            seen = (np.arange(n) >= position - self.window[0]) | (np.arange(n) < self.sinks)
-            if options.get("mask") is not None:
-                _mask(options["mask"], (*q.shape[:3], n))  # its checks
-                seen = seen & np.asarray(options["mask"])
-            options |= {"mask": seen, "window": (None, 0)}
-        result: Array | AttentionResult = attention(q, k, v, **options)
-        return result
 
     # ---- tokens out ----
 
@@ -457,15 +404,15 @@ class KVCache:
         self._lengths = ends
         # Where the window holds no later token any more, only the pages of the kept first ones stay.
         self._pages.cut(np.where(self._held_from < ends, ends, np.minimum(self.sinks, ends)))
-        self._writable = np.zeros_like(ends)
+        self._replaced()
 
     def fork(self) -> KVCache:
         """An independent cache with the same tokens. They share pages until one of them writes into one."""
         pages = self._pages.fork()
         twin = object.__new__(type(self))
-        self._writable = np.zeros_like(self._lengths)  # every page is shared now
-        own = {"_pages": pages, "_lengths": self._lengths.copy(), "_writable": self._writable.copy()}
-        twin.__dict__ |= self.__dict__ | own
+        self._replaced()  # every page is shared now
+        twin.__dict__ |= self.__dict__ | {"_pages": pages, "_lengths": self._lengths.copy()}
+        twin._replaced()
         return twin
 
     def reorder(self, beam_index: ArrayLike) -> None:
@@ -495,7 +442,7 @@ class KVCache:
         items = items.astype(np.intp)
         self._pages.reorder(items)
         self._lengths, self._held_from = self._lengths[items], self._held_from[items]
-        self._writable = np.zeros_like(self._lengths)
+        self._replaced()
 
     def __copy__(self) -> KVCache:
         return self.fork()
