@@ -448,15 +448,17 @@ def test_axes_that_do_not_fold():
 
 
 def test_out_that_shares_memory_with_tables_or_positions():
-    cos, sin = tables(6, 4)
-    x = uniform(1, 6, 8)
+    """200 rows: the first ones are written before the tables and positions of the last ones are read."""
+    x, (cos, sin) = uniform(1, 200, 8), tables(200, 4)
     wanted = rotary_embedding(x, cos=cos, sin=sin)
     room = np.concatenate([cos.ravel(), sin.ravel()])
-    inside = room[:24].reshape(6, 4), room[24:].reshape(6, 4)
-    same_bits(rotary_embedding(x, cos=inside[0], sin=inside[1], out=room.reshape(1, 6, 8)), wanted)
-    numbers = np.arange(48)
-    wanted = rotary_embedding(x, numbers[:6].copy())
-    same_bits(rotary_embedding(x, numbers[:6], out=numbers.view(np.float64).reshape(1, 6, 8)), wanted)
+    inside = room[:800].reshape(200, 4), room[800:].reshape(200, 4)
+    same_bits(rotary_embedding(x, cos=inside[0], sin=inside[1], out=room.reshape(1, 200, 8)), wanted)
+    numbers = np.arange(1600)
+    wanted = rotary_embedding(x, numbers[1400:].copy())
+    same_bits(rotary_embedding(x, numbers[200:400] + 1200), wanted)
+    numbers[:200] = numbers[1400:]
+    same_bits(rotary_embedding(x, numbers[:200], out=numbers.view(np.float64).reshape(1, 200, 8)), wanted)
 
 
 # ---- mixtures ----

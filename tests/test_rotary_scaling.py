@@ -127,7 +127,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 
 @pytest.mark.parametrize("dim", [2, 4, 32, 64, 128])
-@pytest.mark.parametrize(("base", "trained"), [(10000.0, 2048), (500_000.0, 32768), (10.0, 4)])
+@pytest.mark.parametrize(("base", "trained"), [(10000.0, 2048), (500_000.0, 32768), (10.0, 4), (10.0, 600)])
 @pytest.mark.parametrize("truncate", [True, False])
 def test_yarn(dim, base, trained, truncate):
     scaling = {**YARN, "original_max_position_embeddings": trained}
@@ -168,6 +168,7 @@ def test_longrope(kind):
         check(scaling | given, far, scale=scale, at=(4096, 10**6))
     check(scaling | {"attention_factor": 1.25}, near, scale=1.25)
     check(scaling | {"factor": 1.0}, far, at=(5000,))
+    check(scaling | {"max_position_embeddings": 2048}, near)
     weights = {"short_mscale": 1.1, "long_mscale": 1.25}
     check(scaling | weights, near, scale=1.1, at=(4095,))
     check(scaling | weights, far, scale=1.25, at=(4096,))
