@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -223,6 +224,15 @@ def test_large_calls_on_threads(shape, interleaved):
         where = np.arange(shape[2]) + (at or 0) if at is None or isinstance(at, int) else at
         wanted = rotated(x, where, interleaved=interleaved)
         np.testing.assert_allclose(results[0], wanted, rtol=0, atol=ONCE[np.float32] + 1e-11)
+
+
+def test_concurrent_callers():
+    xs = [uniform(1, 9, 700, 128, dtype=np.float32, seed=seed) for seed in range(4)]
+    wanted = [rotary_embedding(x, 3) for x in xs]
+    with ThreadPoolExecutor(4) as callers:
+        for _ in range(3):
+            for found, right in zip(callers.map(lambda x: rotary_embedding(x, 3), xs), wanted, strict=True):
+                same_bits(found, right)
 
 
 @pytest.mark.parametrize("options", [{}, {"inverse": True}, {"rotary_dim": 18, "interleaved": True}, {"base": 77.0}])

@@ -345,6 +345,25 @@ def test_errors_of_scaling(scaling, kind, message):
     assert (out == 7).all()
 
 
+def test_a_dictionary_is_read_anew_when_it_changes():
+    x = np.random.default_rng(0).uniform(-1, 1, (3, 8))
+    scaling = {"type": "linear", "factor": 1}
+    one = rotary_embedding(x, 9, scaling=scaling)
+    with pytest.raises(TypeError, match="is True; it must be a real number"):
+        rotary_embedding(x, 9, scaling={"type": "linear", "factor": True})  # equal to 1, which was accepted
+    scaling["factor"] = 2
+    two = rotary_embedding(x, 9, scaling=scaling)
+    np.testing.assert_array_equal(one, rotary_embedding(x, 9))
+    assert np.abs(one - two).max() > 0.1
+    longrope = {**LONG, "factor": 2.0, "short_factor": [1.0] * 4}
+    before = rotary_embedding(x, 9, scaling=longrope)
+    longrope["short_factor"][2] = 3.0
+    assert np.abs(rotary_embedding(x, 9, scaling=longrope) - before).max() > 1e-3
+    longrope["short_factor"][:] = [True, 1, 1, 3]
+    with pytest.raises(TypeError, match=r"short_factor'\]\[0\] is True"):
+        rotary_embedding(x, 9, scaling=longrope)
+
+
 def test_two_bases_or_two_widths_contradict():
     with pytest.raises(ValueError, match=r"base is 5.0 and scaling\['rope_theta'\] is 7.0"):
         rotary_embedding(X, base=5.0, scaling={"type": "default", "rope_theta": 7.0})
