@@ -13,6 +13,7 @@ from cache_helpers import Model, normal, pages_made, pair_of, poison, state_of
 from numpy.testing import assert_array_equal
 
 from attentile import KVCache
+from attentile.cache_checks import rotary_options
 
 K, V = pair_of(2, 2, 20, 4, 3)
 Q = normal(2, 4, 3, 4)
@@ -56,6 +57,14 @@ def test_constructor(options, error, match):
     with pytest.raises(error, match=match) as caught:
         KVCache(**{"batch": 1, "kv_heads": 1, "head_dim": 4, **options})
     assert str(caught.value).startswith("KVCache: ")
+
+
+def test_rotary_options_are_copied():
+    given = {"cos": np.ones(3), "scaling": {"factor": 2.0}}
+    kept = rotary_options(given)
+    given["cos"][:], given["scaling"]["factor"], given["base"] = 0, 3.0, 1.0
+    assert (kept["cos"] == 1).all()
+    assert (kept["scaling"], "base" in kept) == ({"factor": 2.0}, False)
 
 
 APPEND = [
@@ -103,8 +112,9 @@ def test_append_beyond_the_capacity():
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_cast_that_warns_changes_nothing():
-    cache = made()
+@pytest.mark.parametrize("options", [{}, {"window": (4, 0)}])
+def test_a_cast_that_warns_changes_nothing(options):
+    cache = made(**options)
     before = state_of(cache)
     with pytest.raises(RuntimeWarning):
         cache.append(np.full((2, 2, 1, 4), 1.0), np.full((2, 2, 1, 3), 1e300))
@@ -305,6 +315,7 @@ DAMAGED = [
     dict(config={"head_dim": 5}),
     dict(lengths=np.array([21, -1])),
     dict(lengths=np.array([21, 15])),
+    dict(lengths=np.array([10, -1]), held_from=np.array([0, 0]), config={"window": None}),
     dict(lengths=np.array([21.0, 14.0])),
     dict(held_from=np.array([22, 0])),
     dict(held_from=np.array([-1, 0])),
@@ -339,6 +350,20 @@ def test_files_that_are_no_cache(tmp_path):
         KVCache.load(tmp_path / "other.npz")
     with pytest.raises(FileNotFoundError):
         KVCache.load(tmp_path / "missing")
+
+
+class Trap:
+    sprung = False
+
+    def __reduce__(self):
+        return setattr, (Trap, "sprung", True)
+
+
+def test_pickles_are_never_loaded():
+    file = archive(format=np.array([Trap()], object))
+    with pytest.raises(ValueError, match=r"^KVCache\.load: .*no cache, or damaged"):
+        KVCache.load(file)
+    assert not Trap.sprung
 
 
 def test_every_cut_and_flipped_byte_is_refused_or_harmless():

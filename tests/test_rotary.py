@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -223,6 +224,15 @@ def test_large_calls_on_threads(shape, interleaved):
         where = np.arange(shape[2]) + (at or 0) if at is None or isinstance(at, int) else at
         wanted = rotated(x, where, interleaved=interleaved)
         np.testing.assert_allclose(results[0], wanted, rtol=0, atol=ONCE[np.float32] + 1e-11)
+
+
+def test_concurrent_callers():
+    xs = [uniform(1, 9, 700, 128, dtype=np.float32, seed=seed) for seed in range(4)]
+    wanted = [rotary_embedding(x, 3) for x in xs]
+    with ThreadPoolExecutor(4) as callers:
+        for _ in range(3):
+            for found, right in zip(callers.map(lambda x: rotary_embedding(x, 3), xs), wanted, strict=True):
+                same_bits(found, right)
 
 
 @pytest.mark.parametrize("options", [{}, {"inverse": True}, {"rotary_dim": 18, "interleaved": True}, {"base": 77.0}])
@@ -448,15 +458,17 @@ def test_axes_that_do_not_fold():
 
 
 def test_out_that_shares_memory_with_tables_or_positions():
-    cos, sin = tables(6, 4)
-    x = uniform(1, 6, 8)
+    """200 rows: the first ones are written before the tables and positions of the last ones are read."""
+    x, (cos, sin) = uniform(1, 200, 8), tables(200, 4)
     wanted = rotary_embedding(x, cos=cos, sin=sin)
     room = np.concatenate([cos.ravel(), sin.ravel()])
-    inside = room[:24].reshape(6, 4), room[24:].reshape(6, 4)
-    same_bits(rotary_embedding(x, cos=inside[0], sin=inside[1], out=room.reshape(1, 6, 8)), wanted)
-    numbers = np.arange(48)
-    wanted = rotary_embedding(x, numbers[:6].copy())
-    same_bits(rotary_embedding(x, numbers[:6], out=numbers.view(np.float64).reshape(1, 6, 8)), wanted)
+    inside = room[:800].reshape(200, 4), room[800:].reshape(200, 4)
+    same_bits(rotary_embedding(x, cos=inside[0], sin=inside[1], out=room.reshape(1, 200, 8)), wanted)
+    numbers = np.arange(1600)
+    wanted = rotary_embedding(x, numbers[1400:].copy())
+    same_bits(rotary_embedding(x, numbers[200:400] + 1200), wanted)
+    numbers[:200] = numbers[1400:]
+    same_bits(rotary_embedding(x, numbers[:200], out=numbers.view(np.float64).reshape(1, 200, 8)), wanted)
 
 
 # ---- mixtures ----

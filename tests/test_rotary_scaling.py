@@ -127,7 +127,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 
 @pytest.mark.parametrize("dim", [2, 4, 32, 64, 128])
-@pytest.mark.parametrize(("base", "trained"), [(10000.0, 2048), (500_000.0, 32768), (10.0, 4)])
+@pytest.mark.parametrize(("base", "trained"), [(10000.0, 2048), (500_000.0, 32768), (10.0, 4), (10.0, 600)])
 @pytest.mark.parametrize("truncate", [True, False])
 def test_yarn(dim, base, trained, truncate):
     scaling = {**YARN, "original_max_position_embeddings": trained}
@@ -168,6 +168,7 @@ def test_longrope(kind):
         check(scaling | given, far, scale=scale, at=(4096, 10**6))
     check(scaling | {"attention_factor": 1.25}, near, scale=1.25)
     check(scaling | {"factor": 1.0}, far, at=(5000,))
+    check(scaling | {"max_position_embeddings": 2048}, near)
     weights = {"short_mscale": 1.1, "long_mscale": 1.25}
     check(scaling | weights, near, scale=1.1, at=(4095,))
     check(scaling | weights, far, scale=1.25, at=(4096,))
@@ -342,6 +343,25 @@ def test_errors_of_scaling(scaling, kind, message):
     with pytest.raises(kind, match=f"rotary_embedding: .*({message})"):
         rotary_embedding(X, scaling=scaling, out=out)
     assert (out == 7).all()
+
+
+def test_a_dictionary_is_read_anew_when_it_changes():
+    x = np.random.default_rng(0).uniform(-1, 1, (3, 8))
+    scaling = {"type": "linear", "factor": 1}
+    one = rotary_embedding(x, 9, scaling=scaling)
+    with pytest.raises(TypeError, match="is True; it must be a real number"):
+        rotary_embedding(x, 9, scaling={"type": "linear", "factor": True})  # equal to 1, which was accepted
+    scaling["factor"] = 2
+    two = rotary_embedding(x, 9, scaling=scaling)
+    np.testing.assert_array_equal(one, rotary_embedding(x, 9))
+    assert np.abs(one - two).max() > 0.1
+    longrope = {**LONG, "factor": 2.0, "short_factor": [1.0] * 4}
+    before = rotary_embedding(x, 9, scaling=longrope)
+    longrope["short_factor"][2] = 3.0
+    assert np.abs(rotary_embedding(x, 9, scaling=longrope) - before).max() > 1e-3
+    longrope["short_factor"][:] = [True, 1, 1, 3]
+    with pytest.raises(TypeError, match=r"short_factor'\]\[0\] is True"):
+        rotary_embedding(x, 9, scaling=longrope)
 
 
 def test_two_bases_or_two_widths_contradict():

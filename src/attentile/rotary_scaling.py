@@ -152,9 +152,32 @@ def _kind(scaling: Mapping[str, Any]) -> str:
 
 
 def read_scaling(scaling: Any) -> Scaling:
-    """Checks a dictionary as model configurations hold it; a value of None counts as a key that is not there."""
+    """Checks a dictionary as model configurations hold it; a value of None counts as a key that is not there.
+
+    A decoder asks with the same one for each token, where the checks would take ten times as long as the rotation: what
+    was found is kept. Types belong to the key, because True is refused where the equal 1 is not.
+    """
     if not isinstance(scaling, Mapping):
         raise TypeError(f"rotary_embedding: scaling is a {type(scaling).__name__}; it must be a dictionary, or None")
+    items = tuple(
+        (key, list, tuple(value), tuple(map(type, value)))
+        if key in ("short_factor", "long_factor") and type(value) is list
+        else (key, type(value), value, None)
+        for key, value in scaling.items()
+    )
+    try:
+        hash(items)
+    except TypeError:  # an array, or something that the checks refuse
+        return _checked(scaling)
+    return _checked_before(items)
+
+
+@lru_cache(maxsize=64)
+def _checked_before(items: tuple[tuple[str, type, Any, Any], ...]) -> Scaling:
+    return _checked({key: value for key, _, value, _ in items})
+
+
+def _checked(scaling: Mapping[str, Any]) -> Scaling:
     kind = _kind(scaling)
     needed, optional = _KINDS[kind]
     given = {key: value for key, value in scaling.items() if value is not None}
