@@ -56,6 +56,18 @@ def prepare_ours(case: Case, inputs: Inputs, threads: int) -> Call:
     return Call(run, details=", ".join(f"{name} {config.get(name)}" for name in ("version", "isa")))
 
 
+def prepare_cache(case: Case, inputs: Inputs, threads: int) -> Call:
+    """attentile's KVCache, which stores keys in the layout that a decode step reads."""
+    import attentile
+
+    if case.L != 1 or case.mask or case.window or case.segments or case.softcap:
+        raise Unsupported("decode steps without a mask only")
+    attentile.set_num_threads(threads)
+    cache = attentile.KVCache(case.B, case.Hkv, case.D, dtype=inputs.key.dtype)
+    cache.append(inputs.key, inputs.value)
+    return Call(lambda: cache.attend(inputs.query))
+
+
 def prepare_numpy(case: Case, inputs: Inputs, threads: int) -> Call:
     """The few lines of NumPy that people write, with its avoidable copies avoided. Half precision goes by float32."""
     B, Hq, L, D = inputs.query.shape
@@ -394,9 +406,10 @@ class Candidate:
     colour: str  # in the plot; by Okabe and Ito, told apart with any colour vision
 
 
-OURS = "ours"
+OURS, OURS_TOO = "ours", "cache"
 CANDIDATES = {
     OURS: Candidate("attentile", "attentile", prepare_ours, "#222222"),
+    OURS_TOO: Candidate("attentile, KVCache", "attentile", prepare_cache, "#777777"),
     "torch": Candidate("PyTorch", "torch", prepare_torch, "#D55E00"),
     "flex": Candidate("PyTorch, flex_attention", "torch", prepare_flex, "#F0A88C"),
     "ort": Candidate("ONNX Runtime, Attention", "onnxruntime", prepare_onnxruntime, "#0072B2"),

@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from cases import CASES, Case, find_cases
-from peer_calls import CANDIDATES, OURS
+from peer_calls import CANDIDATES, OURS, OURS_TOO
 
 CAN_STOP = hasattr(signal, "SIGSTOP")
 PAUSE_SECONDS = 0.01 if CAN_STOP else 0.2  # before a turn
@@ -178,7 +178,9 @@ class Comparison:
 
     def best_peer(self) -> str | None:
         """The fastest peer with a right result."""
-        rivals = [name for name, one in self.measurements.items() if name != OURS and one.status == "ready"]
+        rivals = [
+            name for name, one in self.measurements.items() if name not in (OURS, OURS_TOO) and one.status == "ready"
+        ]
         return min(rivals, key=lambda name: self.measurements[name].median, default=None)
 
     def gflops(self, name: str) -> float:

@@ -311,6 +311,26 @@ def fma_rounds(int itemsize, Py_ssize_t rounds):
     return 2.0 * tiles.lanes * AT_PEAK_CHAINS * rounds
 
 
+cdef struct Reading:
+    const at_tiles *tiles
+    const float *data
+    Py_ssize_t n, slice_
+
+
+cdef void read_slice(void *reading_pointer, Py_ssize_t index, int slot) noexcept nogil:
+    cdef const Reading *reading = <const Reading *> reading_pointer
+    cdef Py_ssize_t first = index * reading.slice_
+    reading.tiles.read(reading.data + first, min(reading.slice_, reading.n - first))
+
+
+def read_plainly(const float[::1] data, int threads):
+    """Reads an array as the pass reads keys and values, in tasks of 64 KiB; time it to get the bandwidth."""
+    cdef Reading reading
+    reading.tiles, reading.data, reading.n, reading.slice_ = active.f32, &data[0], data.shape[0], 1 << 14
+    with nogil:
+        at_pool_run(read_slice, &reading, (reading.n + reading.slice_ - 1) // reading.slice_, threads)
+
+
 def plan(Py_ssize_t batch, Py_ssize_t heads, Py_ssize_t kv_heads, Py_ssize_t queries, Py_ssize_t keys, Py_ssize_t width,
          Py_ssize_t value_width, int itemsize, int threads, bint weights, bint filling):
     """How attend() divides a call with such shapes: a dict of lanes, few, block_rows, tasks and threads."""

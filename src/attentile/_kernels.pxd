@@ -68,6 +68,7 @@ cdef extern from "kernels/kernels.h" nogil:
         void (*keep_top)(const void *row, Py_ssize_t n, Py_ssize_t first_key, Py_ssize_t k, void *values,
                          Py_ssize_t *keys) noexcept nogil
         double (*fma_peak)(Py_ssize_t rounds) noexcept nogil
+        double (*read)(const void *data, Py_ssize_t n) noexcept nogil
 
     ctypedef struct at_rotary_rows:
         const char *x

@@ -149,6 +149,9 @@ typedef struct {
 
     /* Dependent-free FMAs for measuring the peak: 2 * lanes * at_peak_chains FLOPs per round. */
     double (*fma_peak)(ptrdiff_t rounds);
+
+    /* Reads n elements and does nothing else worth mentioning, for measuring the bandwidth. */
+    double (*read)(const void* data, ptrdiff_t n);
 } at_tiles;
 
 #define AT_PEAK_CHAINS 12
