@@ -10,6 +10,7 @@ from onnx_cases import check_outputs, official_cases
 from rotary_oracle import multiplied
 
 import attentile
+from attentile import KVCache
 from attentile import onnx as at_onnx
 
 # Node tests of the package onnx (1.23); expanded into other operators, the 8 of RotaryEmbedding come a second time.
@@ -221,3 +222,36 @@ def test_a_decoding_step_of_a_model() -> None:
         keys[item, :, position] = attentile.rotary_embedding(feeds["k"][item], position, base=100.0)[:, 0]
     wanted = attentile.attention(feeds["k"], keys, keys, causal="lower_right", key_lengths=[5, 10])
     np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-6)
+
+
+# ---- the same writes by KVCache ----
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_linear_writes_are_appends_of_a_cache(n: int) -> None:
+    """TensorScatter at write_indices = the lengths of the items is what KVCache.append does."""
+    rng = np.random.default_rng(n)
+    lengths, room = [5, 0, 21], 40
+    past = rng.standard_normal((3, 2, room, 4)).astype(np.float32)
+    cache = KVCache(3, 2, 4, room)
+    cache.append(past[:, :, : max(lengths)], -past[:, :, : max(lengths)], lengths=lengths)
+    for _ in range(4):
+        update = rng.standard_normal((3, 2, n, 4)).astype(np.float32)
+        past = at_onnx.tensor_scatter(past, update, np.array(cache.lengths), axis=2)
+        cache.append(update, -update)
+        for b, length in enumerate(cache.lengths):
+            np.testing.assert_array_equal(cache.keys()[b, :, :length], past[b, :, :length])
+            np.testing.assert_array_equal(cache.values()[b, :, :length], -past[b, :, :length])
+
+
+@pytest.mark.parametrize("n", [1, 3, 8])
+def test_circular_writes_are_appends_of_a_cache_with_a_window(n: int) -> None:
+    """A circular cache of W slots holds what KVCache(window=(W - 1, 0)) holds, in another order."""
+    rng, slots = np.random.default_rng(n), 8
+    past, cache = np.zeros((2, 1, slots, 4), np.float32), KVCache(2, 1, 4, window=(slots - 1, 0))
+    for step in range(12):
+        update = rng.standard_normal((2, 1, n, 4)).astype(np.float32)
+        past = at_onnx.tensor_scatter(past, update, np.full(2, step * n % slots), axis=2, mode="circular")
+        cache.append(update, update)
+        order = np.arange(max(cache.length - slots, 0), cache.length) % slots
+        np.testing.assert_array_equal(cache.keys(), past[:, :, order])
