@@ -146,7 +146,7 @@ cdef int run_rotary(Rotary *job, int threads) except -1 nogil:
     cdef double *scratch
     job.blocks = (job.length + TABLE_ROWS - 1) // TABLE_ROWS
     units = job.items * job.blocks
-    if units * job.planes * TABLE_ROWS * job.width < SERIAL_ELEMENTS:
+    if job.items * job.planes * job.length * job.width < SERIAL_ELEMENTS:
         threads = 1
     job.groups = 1
     if threads > 1 and units < ROTARY_TASKS_PER_THREAD * threads:
