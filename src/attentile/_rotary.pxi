@@ -34,7 +34,7 @@ cdef struct Rotary:
     Py_ssize_t table_bytes                      # of one of their elements
     double cosine_factor, sine_factor
     bint neighbours
-    bint heads_inside                           # heads lie closer together than rows
+    bint heads_inside                           # heads lie closer together than rows, if there are several
     void (*turn_rows)(const at_rotary_rows *rows) noexcept nogil
     # The strip that is at work: pairs [from_pair, from_pair + strip), padded to whole blocks.
     Py_ssize_t from_pair, strip, padded
@@ -146,7 +146,7 @@ cdef int run_rotary(Rotary *job, int threads) except -1 nogil:
     cdef double *scratch
     job.blocks = (job.length + TABLE_ROWS - 1) // TABLE_ROWS
     units = job.items * job.blocks
-    if units * job.planes * TABLE_ROWS * job.width < SERIAL_ELEMENTS:
+    if job.items * job.planes * job.length * job.width < SERIAL_ELEMENTS:
         threads = 1
     job.groups = 1
     if threads > 1 and units < ROTARY_TASKS_PER_THREAD * threads:
@@ -200,7 +200,7 @@ cdef int rotate_typed(Rotary *job, const real[:, :, :, :] x, real[:, :, :, :] y)
     if shared:                                  # the planes of all batch items run over one table
         job.items, job.planes = 1, x.shape[0] * x.shape[1]
     job.length, job.width = x.shape[2], x.shape[3]
-    job.heads_inside = x.shape[1] > 1 and abs(x.strides[1]) < abs(x.strides[2])
+    job.heads_inside = x.shape[1] > 1 and (x.shape[2] == 1 or abs(x.strides[1]) < abs(x.strides[2]))
     job.turn_rows = job.angles.turn_rows[sizeof(real) == 8][job.neighbours]
     bind(&job.x, &x[0, 0, 0, 0], x.strides)
     bind(&job.y, &y[0, 0, 0, 0], y.strides)
