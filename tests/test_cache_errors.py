@@ -389,3 +389,15 @@ def test_loading_does_not_reach_for_more_memory_than_the_file_needs():
     cache = KVCache.load(io.BytesIO(saved(made(window=(4, 0)))))
     assert pages_made(cache) == 2
     assert_array_equal(cache.attend(Q[:, :, :1]), made(window=(4, 0)).attend(Q[:, :, :1]))
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float32", "float64"]
+)  # the second is not the cache's own, so the general way decides
+def test_num_threads_is_checked_on_every_way(dtype):
+    cache = made()
+    cache.append(K, V)
+    q = normal(2, 4, 1, 4, dtype=dtype)
+    with pytest.raises(ValueError, match=r"^KVCache.attend: num_threads is 0"):
+        cache.attend(q, num_threads=0)
+    assert_array_equal(cache.attend(q, num_threads=2), cache.attend(q, num_threads=1))

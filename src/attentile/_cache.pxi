@@ -134,18 +134,23 @@ def attend_pages(q, tuple shape, table, Py_ssize_t keys, Py_ssize_t kept, out, d
 cdef class CacheView:
     """The arrays of a KVCache, held ready for its commonest calls, which then take a microsecond or two beside their work.
 
-    shape and table as in store_tokens; lengths (B,) are read and, by append, written; writable (B,): tokens up to which an
-    item's pages are there and its own. A view is good until the cache replaces one of its arrays.
+    shape and table as in store_tokens; lengths and held_from (B,) are read and, by append, written; writable (B,): tokens up
+    to which an item's pages are there and its own. left, kept, capacity: window, sinks and capacity of the cache, -1 for
+    none. A view is good until the cache replaces one of its arrays.
     """
     cdef Layout layout
     cdef const Py_ssize_t[:, ::1] table
     cdef Py_ssize_t[::1] lengths
+    cdef Py_ssize_t[::1] held_from
     cdef const Py_ssize_t[::1] writable
+    cdef Py_ssize_t left, kept, capacity
     cdef object dtype
 
-    def __init__(self, tuple shape, table, lengths, writable, dtype):
+    def __init__(self, tuple shape, table, lengths, held_from, writable, dtype, Py_ssize_t left, Py_ssize_t kept,
+                 Py_ssize_t capacity):
         self.layout = layout_of(shape)
-        self.table, self.lengths, self.writable, self.dtype = table, lengths, writable, dtype
+        self.table, self.lengths, self.held_from, self.writable = table, lengths, held_from, writable
+        self.dtype, self.left, self.kept, self.capacity = dtype, left, kept, capacity
 
     def append(self, k, v):
         """KVCache.append without options, with its checks: False if the general way must decide."""
@@ -157,16 +162,33 @@ cdef class CacheView:
             return append_typed[float](self, k, v)
         return append_typed[double](self, k, v)
 
-    def attend(self, q, int threads):
-        """KVCache.attend without options, with its checks: None if the general way must decide.
-
-        One row per item, which sees all tokens of the item, and all items are equally long.
-        """
+    def attend(self, q, int threads, scale=None, softcap=None):
+        """KVCache.attend of the last tokens, with its checks: None if the general way must decide."""
         if type(q) is not ndarray or q.dtype is not self.dtype or q.ndim != 4:
             return None
+        if scale is not None and (type(scale) is not float or not isfinite(scale)):
+            return None
+        if softcap is not None and (type(softcap) is not float or not isfinite(softcap) or softcap <= 0):
+            return None
         if self.dtype is float32:
-            return attend_last[float](self, q, threads)
-        return attend_last[double](self, q, threads)
+            return attend_last[float](self, q, threads, scale, softcap or 0.0)
+        return attend_last[double](self, q, threads, scale, softcap or 0.0)
+
+
+cdef bint may_append(CacheView view, Py_ssize_t n):
+    """Whether n tokens fit into every item's open pages, within the capacity and without a page to drop."""
+    cdef Py_ssize_t b, held, size = view.layout.page_keys
+    for b in range(view.lengths.shape[0]):
+        if view.lengths[b] + n > view.writable[b]:
+            return False
+        held = view.held_from[b]
+        if view.left >= 0:
+            held = max(held, view.lengths[b] - view.left)
+            if held // size != view.held_from[b] // size:
+                return False
+        if view.capacity >= 0 and view.lengths[b] + n - max(held - view.kept, 0) > view.capacity:
+            return False
+    return True
 
 
 cdef bint append_typed(CacheView view, const real[:, :, :, :] k, const real[:, :, :, :] v) except -1:
@@ -180,37 +202,65 @@ cdef bint append_typed(CacheView view, const real[:, :, :, :] k, const real[:, :
     if ((<Py_ssize_t> &k[0, 0, 0, 0] | <Py_ssize_t> &v[0, 0, 0, 0] | k.strides[0] | k.strides[1] | k.strides[2]
             | v.strides[0] | v.strides[1] | v.strides[2]) & (item - 1)):
         return False
-    for b in range(batch):
-        if view.lengths[b] + n > view.writable[b]:
-            return False
+    if not may_append(view, n):
+        return False
     with nogil:
         for b in range(batch):
             store_item(layout, sizeof(real), &view.table[b, 0], view.lengths[b], n, <const char *> &k[b, 0, 0, 0],
                        k.strides[1], k.strides[2], <const char *> &v[b, 0, 0, 0], v.strides[1], v.strides[2])
+            if view.left >= 0:
+                view.held_from[b] = max(view.held_from[b], view.lengths[b] - view.left)
             view.lengths[b] += n
     return True
 
 
-cdef object attend_last(CacheView view, const real[:, :, :, :] q, int threads):
-    cdef Py_ssize_t item = sizeof(real), b, batch = q.shape[0], length
+cdef bint place_last(CacheView view, Py_ssize_t rows, Py_ssize_t *lo, Py_ssize_t *hi):
+    """Intervals [item][row] of the last `rows` tokens; False if a row needs a token that is gone."""
+    cdef Py_ssize_t b, i, position, first
+    for b in range(view.lengths.shape[0]):
+        for i in range(rows):
+            position = view.lengths[b] - rows + i
+            first = max(position - view.left, 0) if view.left >= 0 else 0
+            if view.left >= 0 and max(first, view.kept) < min(position + 1, view.held_from[b]):
+                return False
+            hi[b * rows + i] = max(position + 1, 0)
+            lo[b * rows + i] = min(first, hi[b * rows + i])
+    return True
+
+
+cdef object attend_last(CacheView view, const real[:, :, :, :] q, int threads, scale, double softcap):
+    cdef Py_ssize_t item = sizeof(real), b, batch = q.shape[0], rows = q.shape[2], longest = 0
     cdef Layout *layout = &view.layout
+    cdef bint ragged = False
     cdef real[:, :, :, :] out
     cdef Job job
-    if (batch != view.lengths.shape[0] or batch == 0 or q.shape[1] == 0 or q.shape[1] % layout.kv_heads != 0
-            or q.shape[2] != 1 or q.shape[3] != layout.width or q.strides[3] != item and q.shape[3] > 1
-            or (<Py_ssize_t> &q[0, 0, 0, 0] | q.strides[0] | q.strides[1]) & (item - 1)):
+    cdef Py_ssize_t *intervals = NULL
+    cdef double factor = (1.0 / sqrt(<double> layout.width)) if scale is None else scale
+    if (batch != view.lengths.shape[0] or q.shape[1] == 0 or q.shape[1] % layout.kv_heads != 0 or batch * rows == 0
+            or q.shape[3] != layout.width or q.strides[3] != item and q.shape[3] > 1
+            or (<Py_ssize_t> &q[0, 0, 0, 0] | q.strides[0] | q.strides[1] | q.strides[2]) & (item - 1)):
         return None
-    length = view.lengths[0]
-    for b in range(1, batch):
-        if view.lengths[b] != length:
-            return None
-    if length == 0:
+    for b in range(batch):
+        ragged = ragged or view.lengths[b] != view.lengths[0]
+        longest = max(longest, view.lengths[b])
+    if longest == 0:
         return None
-    result = empty((batch, q.shape[1], 1, layout.value_width), view.dtype)
+    result = empty((batch, q.shape[1], rows, layout.value_width), view.dtype)
     out = result
-    start_job(&job, sizeof(real), &q[0, 0, 0, 0], q.shape, q.strides, layout.kv_heads, length)
+    start_job(&job, sizeof(real), &q[0, 0, 0, 0], q.shape, q.strides, layout.kv_heads, longest)
     bind_pages(&job, layout, view.table)
     bind(&job.out, &out[0, 0, 0, 0], out.strides)
-    with nogil:
-        run_job(&job, 1.0 / sqrt(<double> job.width), threads)
+    job.softcap = softcap
+    try:
+        if ragged or rows > 1 or view.left >= 0:
+            intervals = <Py_ssize_t *> malloc(2 * batch * rows * sizeof(Py_ssize_t))
+            if intervals == NULL:
+                raise MemoryError("KVCache.attend: no memory for the intervals of the rows")
+            if not place_last(view, rows, intervals, intervals + batch * rows):
+                return None
+            job.lo, job.hi, job.interval_batch, job.kept = intervals, intervals + batch * rows, rows, view.kept
+        with nogil:
+            run_job(&job, factor, threads)
+    finally:
+        free(intervals)
     return result

@@ -32,11 +32,11 @@ def attend_pages(
 
 class CacheView:
     def __init__(
-        self, shape: tuple[int, int, int, int], table: NDArray[Any], lengths: NDArray[Any], writable: NDArray[Any],
-        dtype: object,
+        self, shape: tuple[int, int, int, int], table: NDArray[Any], lengths: NDArray[Any], held_from: NDArray[Any],
+        writable: NDArray[Any], dtype: object, left: int, kept: int, capacity: int,
     ) -> None: ...  # fmt: skip
     def append(self, k: object, v: object) -> bool: ...
-    def attend(self, q: object, threads: int) -> NDArray[Any] | None: ...
+    def attend(self, q: object, threads: int, scale: object = None, softcap: object = None) -> NDArray[Any] | None: ...
 
 def encode(out: NDArray[Any], first_position: float, ratio_high: float, ratio_low: float) -> None: ...
 def rotate(

@@ -20,7 +20,17 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from . import cache_file, config
 from .attention import AttentionResult
 from .cache_attend import attend_stored
-from .cache_checks import between, check_held, count, place, rotary_options, storage_dtype, window_of
+from .cache_checks import (
+    between,
+    check_capacity,
+    check_held,
+    count,
+    incoming,
+    place,
+    rotary_options,
+    storage_dtype,
+    window_of,
+)  # fmt: skip
 from .cache_file import File
 from .call import promoted, ready
 from .merge import merge_attention
@@ -31,6 +41,9 @@ __all__ = ["KVCache", "merge_attention"]
 
 Array = NDArray[Any]
 Index = NDArray[np.intp]
+
+
+_QUICK = {"scale", "softcap", "num_threads"}  # options of attend() that the core's view takes
 
 
 class KVCache:
@@ -128,7 +141,6 @@ class KVCache:
         self._pages = PageTable(pool, np.zeros((batch, pages), np.intp))
         self._shape = (self.kv_heads, size, self.head_dim, self.value_dim)  # of a page, as the core takes it
         self._writable = np.zeros(batch, np.intp)  # tokens of each item up to which its pages are there and its own
-        self._plain = self._rotary is None and self.window is None
         self._made: Any = None  # the core's view of these arrays
 
     def _pages_per_item(self, size: int) -> int:
@@ -191,9 +203,11 @@ class KVCache:
             Wrong shapes or dtypes, lengths beyond n, more tokens than the capacity. The cache is then as before.
         """
         view = self._made
-        if view is not None and lengths is None and config.active is not None and view.append(k, v):
-            return
-        k, v = self._incoming("k", k, self.head_dim), self._incoming("v", v, self.value_dim)
+        if view is not None and lengths is None and config.active is not None:
+            turned = k if self._rotary is None else self._turned(k, 0)
+            if turned is not None and view.append(turned, v):
+                return
+        k, v = incoming(self, "k", k, self.head_dim), incoming(self, "v", v, self.value_dim)
         n = k.shape[2]
         if v.shape[2] != n:
             raise ValueError(f"KVCache.append: k has {n} tokens and v has {v.shape[2]}; they must be equal")
@@ -203,7 +217,7 @@ class KVCache:
         held_from = self._held_from
         if self.window is not None:  # an item that gets nothing has no new row, so it loses nothing
             held_from = np.where(counts > 0, np.maximum(held_from, self._lengths - self.window[0]), held_from)
-        self._check_capacity(counts, held_from)
+        check_capacity(self, counts, held_from)
         k, v = k.astype(self.dtype, copy=False), v.astype(self.dtype, copy=False)
         if self._rotary is not None and k.size:
             steps = np.minimum(np.arange(n), np.maximum(counts[:, None] - 1, 0))  # padding takes no later position
@@ -213,52 +227,37 @@ class KVCache:
         self._write(k, v, self._lengths, counts)
         self._lengths = self._lengths + counts
         size = self._pages.pool.page_keys
-        opened = np.minimum(-(-self._lengths // size) * size, self.capacity or np.iinfo(np.intp).max)
-        self._replaced(np.where(counts > 0, opened, 0))
-
-    def _incoming(self, name: str, value: ArrayLike, width: int) -> Array:
-        array = np.asarray(value)
-        if not np.can_cast(array.dtype, self.dtype, "same_kind"):
-            raise TypeError(
-                f"KVCache.append: {name} has dtype {array.dtype}; it must be real numbers, which become {self.dtype}"
-            )
-        wanted = (self.batch, self.kv_heads, array.shape[2] if array.ndim == 4 else "n", width)
-        if array.shape != wanted:
-            raise ValueError(
-                f"KVCache.append: {name} has shape {array.shape}; it must be "
-                f"({self.batch}, {self.kv_heads}, n, {width}) = (batch, kv_heads, tokens, width)"
-            )
-        return array
-
-    def _check_capacity(self, counts: Index, held_from: Index) -> None:
-        if self.capacity is None:
-            return
-        held = self._lengths + counts - np.maximum(held_from - self.sinks, 0)
-        if held.max(initial=0) > self.capacity:
-            item = int(held.argmax())
-            raise ValueError(
-                f"KVCache.append: item {item} would hold {held[item]} tokens and the capacity is {self.capacity}; "
-                "make the cache with a larger capacity, or without one (it grows), or append fewer tokens at once"
-            )
+        self._replaced(np.where(counts > 0, -(-self._lengths // size) * size, 0))
 
     def _write(self, k: Array, v: Array, starts: Index, counts: Index) -> None:
         """Backend: the first counts[b] tokens of item b go to starts[b] ... of opened pages."""
         if config.active is not None and k.size:
             table = self._pages.table
             config.active.store_tokens(ready(k, self.dtype), ready(v, self.dtype), self._shape, table, starts, counts)
-            return
-        for item in np.flatnonzero(counts):
-            n = counts[item]
-            self._pages.write(int(item), int(starts[item]), k[item, :, :n], v[item, :, :n])
+        else:
+            for item, n in enumerate(counts):
+                self._pages.write(item, int(starts[item]), k[item, :, :n], v[item, :, :n])
 
     def _replaced(self, writable: Index | None = None) -> None:
         """Arrays that the core's view holds are others now. writable: by default no page may be written to as it is."""
         self._writable = np.zeros_like(self._lengths) if writable is None else writable
         self._made = None
-        if config.active is not None and self._plain and self.batch:
+        if config.active is not None and self.batch:
+            left, capacity = (-1 if n is None else n for n in (self.window and self.window[0], self.capacity))
             self._made = config.active.CacheView(
-                self._shape, self._pages.table, self._lengths, self._writable, self.dtype
-            )
+                self._shape, self._pages.table, self._lengths, self._held_from, self._writable, self.dtype, left,
+                self.sinks, capacity,
+            )  # fmt: skip
+
+    def _turned(self, x: ArrayLike, before: int) -> Array | None:
+        """x rotated, if it is what the quick ways take: at the next tokens, or (before = -1) at the last ones."""
+        fits = type(x) is np.ndarray and x.dtype is self.dtype and x.ndim == 4 and x.size > 0
+        if not fits or x.shape[0] != self.batch or x.shape[3] != self.head_dim:  # type: ignore[union-attr]
+            return None
+        start = int(self._lengths[0])
+        if self.batch > 1 and (self._lengths != start).any():
+            return None
+        return rotary_embedding(x, start + before * x.shape[2], **(self._rotary or {}))  # type: ignore[union-attr]
 
     def _rotated(self, x: Array, positions: Index) -> Array:
         """x (items, heads, n, head_dim) rotated at positions (items, n), or (n,) for all items."""
@@ -308,10 +307,13 @@ class KVCache:
                [0.6 , 0.4 , 0.  ]])
         """
         view = self._made
-        if view is not None and not options and config.active is not None:
-            result: Array | None = view.attend(q, config.threads_for(None, "KVCache.attend"))
-            if result is not None:
-                return result
+        if view is not None and config.active is not None and (not options or options.keys() <= _QUICK):
+            turned = q if self._rotary is None else self._turned(q, -1)
+            if turned is not None:
+                threads = config.threads_for(options.get("num_threads"), "KVCache.attend")
+                result: Array | None = view.attend(turned, threads, options.get("scale"), options.get("softcap"))
+                if result is not None:
+                    return result
         queries = np.asarray(q)
         if queries.ndim != 4 or (queries.shape[0], queries.shape[3]) != (self.batch, self.head_dim):
             raise ValueError(
@@ -411,7 +413,11 @@ class KVCache:
         pages = self._pages.fork()
         twin = object.__new__(type(self))
         self._replaced()  # every page is shared now
-        twin.__dict__ |= self.__dict__ | {"_pages": pages, "_lengths": self._lengths.copy()}
+        twin.__dict__ |= self.__dict__ | {
+            "_pages": pages,
+            "_lengths": self._lengths.copy(),
+            "_held_from": self._held_from.copy(),
+        }
         twin._replaced()
         return twin
 

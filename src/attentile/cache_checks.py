@@ -6,13 +6,16 @@ import copy
 import inspect
 import operator
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from .attention import attention
 from .masks import _FAR, _check_causal, _per_item
+
+if TYPE_CHECKING:
+    from .cache import KVCache
 
 Array = NDArray[Any]
 Index = NDArray[np.intp]
@@ -142,4 +145,31 @@ def check_held(start: Index, rows: int, valid: Index, left: int, sinks: int, hel
             f"KVCache.attend: row {row} of item {item} stands at position {position[item, row]} and needs the tokens "
             f"from {first[item, row]} on; the window has dropped those before {held_from[item]}, which leaves rows "
             f"from position {held_from[item] + left} on"
+        )
+
+
+def incoming(cache: KVCache, name: str, value: ArrayLike, width: int) -> Array:
+    array = np.asarray(value)
+    if not np.can_cast(array.dtype, cache.dtype, "same_kind"):
+        raise TypeError(
+            f"KVCache.append: {name} has dtype {array.dtype}; it must be real numbers, which become {cache.dtype}"
+        )
+    wanted = (cache.batch, cache.kv_heads, array.shape[2] if array.ndim == 4 else "n", width)
+    if array.shape != wanted:
+        raise ValueError(
+            f"KVCache.append: {name} has shape {array.shape}; it must be "
+            f"({cache.batch}, {cache.kv_heads}, n, {width}) = (batch, kv_heads, tokens, width)"
+        )
+    return array
+
+
+def check_capacity(cache: KVCache, counts: Index, held_from: Index) -> None:
+    if cache.capacity is None:
+        return
+    held = cache._lengths + counts - np.maximum(held_from - cache.sinks, 0)
+    if held.max(initial=0) > cache.capacity:
+        item = int(held.argmax())
+        raise ValueError(
+            f"KVCache.append: item {item} would hold {held[item]} tokens and the capacity is {cache.capacity}; "
+            "make the cache with a larger capacity, or without one (it grows), or append fewer tokens at once"
         )

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from .cache_checks import check_capacity
+
 if TYPE_CHECKING:
     from .cache import KVCache
 
@@ -78,7 +80,7 @@ def _refill(cache: KVCache, lengths: Array, held_from: Array, keys: Array, value
         raise ValueError("held_from makes no sense")
     cache._lengths, cache._held_from = lengths.astype(np.intp), held_from.astype(np.intp)
     nothing = np.zeros(cache.batch, np.intp)
-    cache._check_capacity(nothing, cache._held_from)
+    check_capacity(cache, nothing, cache._held_from)
     runs = [(item, first, end) for item in range(cache.batch) for first, end in cache._held(item)]
     total = sum(end - first for _, first, end in runs)
     for name, found, width in (("keys", keys, cache.head_dim), ("values", values, cache.value_dim)):
