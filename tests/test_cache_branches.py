@@ -225,3 +225,19 @@ def test_threads_attend_together_and_change_their_forks(impl):
         thread.join()
     assert failed == []
     assert pages_in_use(cache) == 4
+
+
+def test_a_page_of_a_fork_is_copied_after_a_way_back(impl):
+    """Only the pages that the latest appends opened are known to be the cache's own; truncate may leave them."""
+    k = normal(1, 2, 400, 4, seed=5)
+    cache = KVCache(1, 2, 4)
+    cache.append(k[:, :, :300], k[:, :, :300])
+    twin = cache.fork()
+    cache.append(k[:, :, 300:301], k[:, :, 300:301])  # its own second page, the first is shared
+    for end in (299, 256, 255, 200):
+        cache.truncate(end)
+        cache.append(-k[:, :, end : end + 3], k[:, :, end : end + 3])
+        cache.append(-k[:, :, end + 3 : end + 4], k[:, :, end + 3 : end + 4])
+        assert_array_equal(cache.keys()[:, :, end:], -k[:, :, end : end + 4])
+        assert_array_equal(twin.keys(), k[:, :, :300])
+        assert_array_equal(twin.values(), k[:, :, :300])

@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from . import cache_file, config
 from .attention import AttentionResult
-from .cache_attend import attend_stored
+from .cache_attend import attend_stored, turned
 from .cache_checks import (
     between,
     check_capacity,
@@ -140,8 +140,8 @@ class KVCache:
         pool.grow(batch * pages)
         self._pages = PageTable(pool, np.zeros((batch, pages), np.intp))
         self._shape = (self.kv_heads, size, self.head_dim, self.value_dim)  # of a page, as the core takes it
-        self._writable = np.zeros(batch, np.intp)  # tokens of each item up to which its pages are there and its own
-        self._made: Any = None  # the core's view of these arrays
+        # Tokens of each item from and up to which its pages are there and its own; the core's view of these arrays.
+        self._own_from, self._writable, self._made = np.zeros(batch, np.intp), np.zeros(batch, np.intp), None
 
     def _pages_per_item(self, size: int) -> int:
         """Pages that `capacity` tokens can touch, wherever they lie."""
@@ -204,8 +204,8 @@ class KVCache:
         """
         view = self._made
         if view is not None and lengths is None and config.active is not None:
-            turned = k if self._rotary is None else self._turned(k, 0)
-            if turned is not None and view.append(turned, v):
+            given = k if self._rotary is None else turned(self, k, 0)
+            if given is not None and view.append(given, v):
                 return
         k, v = incoming(self, "k", k, self.head_dim), incoming(self, "v", v, self.value_dim)
         n = k.shape[2]
@@ -227,7 +227,8 @@ class KVCache:
         self._write(k, v, self._lengths, counts)
         self._lengths = self._lengths + counts
         size = self._pages.pool.page_keys
-        self._replaced(np.where(counts > 0, -(-self._lengths // size) * size, 0))
+        own_from = (self._lengths - counts) // size * size
+        self._replaced(np.where(counts > 0, -(-self._lengths // size) * size, 0), own_from)
 
     def _write(self, k: Array, v: Array, starts: Index, counts: Index) -> None:
         """Backend: the first counts[b] tokens of item b go to starts[b] ... of opened pages."""
@@ -238,9 +239,10 @@ class KVCache:
             for item, n in enumerate(counts):
                 self._pages.write(item, int(starts[item]), k[item, :, :n], v[item, :, :n])
 
-    def _replaced(self, writable: Index | None = None) -> None:
-        """Arrays that the core's view holds are others now. writable: by default no page may be written to as it is."""
-        self._writable = np.zeros_like(self._lengths) if writable is None else writable
+    def _replaced(self, writable: Index | None = None, own_from: Index | None = None) -> None:
+        """Arrays that the core's view holds are others now. By default no page may be written to as it is."""
+        nothing = np.zeros_like(self._lengths)
+        self._writable, self._own_from = (nothing if index is None else index for index in (writable, own_from))
         self._made = None
         if config.active is not None and self.batch:
             left, capacity = (-1 if n is None else n for n in (self.window and self.window[0], self.capacity))
@@ -248,16 +250,6 @@ class KVCache:
                 self._shape, self._pages.table, self._lengths, self._held_from, self._writable, self.dtype, left,
                 self.sinks, capacity,
             )  # fmt: skip
-
-    def _turned(self, x: ArrayLike, before: int) -> Array | None:
-        """x rotated, if it is what the quick ways take: at the next tokens, or (before = -1) at the last ones."""
-        fits = type(x) is np.ndarray and x.dtype is self.dtype and x.ndim == 4 and x.size > 0
-        if not fits or x.shape[0] != self.batch or x.shape[3] != self.head_dim:  # type: ignore[union-attr]
-            return None
-        start = int(self._lengths[0])
-        if self.batch > 1 and (self._lengths != start).any():
-            return None
-        return rotary_embedding(x, start + before * x.shape[2], **(self._rotary or {}))  # type: ignore[union-attr]
 
     def _rotated(self, x: Array, positions: Index) -> Array:
         """x (items, heads, n, head_dim) rotated at positions (items, n), or (n,) for all items."""
@@ -308,10 +300,10 @@ class KVCache:
         """
         view = self._made
         if view is not None and config.active is not None and (not options or options.keys() <= _QUICK):
-            turned = q if self._rotary is None else self._turned(q, -1)
-            if turned is not None:
+            given = q if self._rotary is None else turned(self, q, -1)
+            if given is not None:
                 threads = config.threads_for(options.get("num_threads"), "KVCache.attend")
-                result: Array | None = view.attend(turned, threads, options.get("scale"), options.get("softcap"))
+                result: Array | None = view.attend(given, threads, options.get("scale"), options.get("softcap"))
                 if result is not None:
                     return result
         queries = np.asarray(q)
@@ -404,9 +396,11 @@ class KVCache:
                 )
             self._held_from = np.where(ends <= self.sinks, 0, self._held_from)
         self._lengths = ends
-        # Where the window holds no later token any more, only the pages of the kept first ones stay.
-        self._pages.cut(np.where(self._held_from < ends, ends, np.minimum(self.sinks, ends)))
-        self._replaced()
+        # Where the window holds no later token any more, only the kept first ones stay.
+        stay = np.where(self._held_from < ends, ends, np.minimum(self.sinks, ends))
+        self._pages.cut(stay)
+        size, own = self._pages.pool.page_keys, (ends > self._own_from) & (stay == ends)
+        self._replaced(np.where(own, np.minimum(self._writable, -(-ends // size) * size), 0), self._own_from)
 
     def fork(self) -> KVCache:
         """An independent cache with the same tokens. They share pages until one of them writes into one."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from . import config
 from .attention import AttentionResult, attention, finish
 from .call import _mask, prepare, promoted
+from .rotary import rotary_embedding
 
 if TYPE_CHECKING:
     from .cache import KVCache
@@ -76,3 +77,14 @@ def _attend_gathered(cache: KVCache, q: Array, options: dict[str, Any]) -> Array
         options |= {"mask": seen, "window": (None, 0)}
     result: Array | AttentionResult = attention(q, k, v, **options)
     return result
+
+
+def turned(cache: KVCache, x: ArrayLike, before: int) -> Array | None:
+    """x rotated, if it is what the quick ways take: at the next tokens, or (before = -1) at the last ones."""
+    fits = type(x) is np.ndarray and x.dtype is cache.dtype and x.ndim == 4 and x.size > 0
+    if not fits or x.shape[0] != cache.batch or x.shape[3] != cache.head_dim:  # type: ignore[union-attr]
+        return None
+    start = int(cache._lengths[0])
+    if cache.batch > 1 and (cache._lengths != start).any():
+        return None
+    return rotary_embedding(x, start + before * x.shape[2], **(cache._rotary or {}))  # type: ignore[union-attr]
