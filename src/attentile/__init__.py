@@ -1,10 +1,12 @@
 """Exact transformer attention for NumPy arrays at the speed of the CPU."""
 
 from .attention import AttentionResult, attention
+from .cache import KVCache
 from .config import get_num_threads, num_threads, set_num_threads, show_config, use_backend
 from .draw import draw_mask
 from .explain import Explanation, explain
 from .masks import segment_ids
+from .merge import merge_attention
 from .positions import alibi_slopes, positional_encoding, relative_bias, t5_bias, t5_buckets
 from .rotary import rotary_embedding
 from .stats import AttentionStats, attention_stats
@@ -14,6 +16,7 @@ __all__ = [
     "AttentionResult",
     "AttentionStats",
     "Explanation",
+    "KVCache",
     "alibi_slopes",
     "attention",
     "attention_stats",
@@ -21,6 +24,7 @@ __all__ = [
     "draw_mask",
     "explain",
     "get_num_threads",
+    "merge_attention",
     "multi_head_attention",
     "num_threads",
     "positional_encoding",

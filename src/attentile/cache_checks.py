@@ -1,0 +1,145 @@
+"""Checks of the arguments of KVCache."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from .attention import attention
+from .masks import _FAR, _check_causal, _per_item
+
+Array = NDArray[Any]
+Index = NDArray[np.intp]
+
+_OPTIONS = frozenset(inspect.signature(attention).parameters) - {"q", "k", "v"}
+_ROTARY_OPTIONS = ("base", "rotary_dim", "interleaved", "scaling", "cos", "sin")
+
+
+def count(name: str, value: Any, least: int) -> int:
+    """value as an integer of at least `least`."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"KVCache: {name} is {value!r}; it must be an integer, at least {least}") from None
+    if number < least:
+        raise ValueError(f"KVCache: {name} is {number}; it must be at least {least}")
+    return number
+
+
+def storage_dtype(dtype: DTypeLike) -> np.dtype[Any]:
+    try:
+        found = np.dtype(dtype)
+    except TypeError:
+        found = None
+    if found not in (np.float32, np.float64):
+        raise TypeError(
+            f"KVCache: dtype is {dtype!r}; the storage can be float32 or float64 (half precision fits float32)"
+        )
+    return found
+
+
+def window_of(window: Any) -> tuple[int, int] | None:
+    if window is None:
+        return None
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise TypeError(
+            f"KVCache: window is {window!r}; it must be a pair (left, 0) or None. "
+            "W tokens, the row's own among them, are (W - 1, 0)"
+        )
+    try:
+        left, right = (operator.index(side) for side in window)
+    except TypeError:
+        raise TypeError(f"KVCache: window is {window!r}; left must be an integer; without a limit, give None") from None
+    if left < 0 or right != 0:
+        raise ValueError(f"KVCache: window is {window!r}; it must be (left, 0) with left >= 0: no token lies ahead")
+    return min(left, _FAR), 0
+
+
+def rotary_options(rotary: Any) -> dict[str, Any] | None:
+    """A copy of the options of rotary_embedding that may be given."""
+    if rotary is None:
+        return None
+    if not isinstance(rotary, Mapping):
+        raise TypeError(
+            f"KVCache: rotary is a {type(rotary).__name__}; it must be a dict of rotary_embedding's options"
+        )
+    unknown = [str(name) for name in rotary if name not in _ROTARY_OPTIONS]
+    if unknown:
+        raise ValueError(f"KVCache: rotary has {', '.join(unknown)}; it may have {', '.join(_ROTARY_OPTIONS)}")
+    return copy.deepcopy(dict(rotary))
+
+
+def between(function: str, name: str, value: Any, highest: Index, what: str) -> Index:
+    """An integer, or one per item, from 0 to `highest` of each item: as one per item."""
+    array = np.asarray(value)
+    if array.dtype.kind not in "iu" and not (array.size == 0 and highest.size == 0):
+        raise TypeError(f"{function}: {name} has dtype {array.dtype}; it must be an integer, or one per item")
+    if array.shape not in ((), highest.shape):
+        raise ValueError(
+            f"{function}: {name} has shape {array.shape}; give one integer, or {len(highest)}, one per item"
+        )
+    wrong = (array < 0) | (array > highest)
+    if wrong.any():
+        item = int(wrong.argmax())
+        raise ValueError(
+            f"{function}: {name} is {np.broadcast_to(array, highest.shape)[item]} for item {item}; "
+            f"it must lie between 0 and {highest[item]} ({what})"
+        )
+    found: Index = np.broadcast_to(array, highest.shape).astype(np.intp)
+    return found
+
+
+def place(
+    rows: int, options: dict[str, Any], lengths: Index, window: tuple[int, int] | None, rotary: bool
+) -> tuple[Index, dict[str, Any]]:
+    """(position of the first row of each item, the options of attend() with every default filled in).
+
+    In these, causal is True or False, key_lengths an array, and q_start an array where anything asks for positions.
+    """
+    unknown = sorted(options.keys() - _OPTIONS)
+    if unknown:
+        raise TypeError(f"KVCache.attend: no option is named {', '.join(unknown)}; use {', '.join(sorted(_OPTIONS))}")
+    if window is not None and options.get("window") is not None:
+        raise ValueError(f"KVCache.attend: window= was given and the cache has window={window}; leave it out")
+    given, valid, longest = options.get("q_start"), lengths, int(lengths.max(initial=0))
+    if options.get("key_lengths") is not None:
+        valid = between("KVCache.attend", "key_lengths", options["key_lengths"], valid, "the lengths of the items")
+    causal = _check_causal(options.get("causal", "lower_right" if given is None else True))
+    if given is not None:
+        if isinstance(causal, str):
+            raise ValueError(f"KVCache.attend: q_start= and causal={causal!r} both place the queries; use causal=True")
+        start = np.clip(_per_item("q_start", given, lengths.shape), -_FAR, _FAR)
+    elif causal is True and rows != longest:
+        raise ValueError(
+            f"KVCache.attend: causal=True with {rows} queries and {longest} tokens is ambiguous; leave causal out (the "
+            "last tokens of each item), or give q_start= (query i stands at q_start + i)"
+        )
+    else:
+        start = np.zeros(1, np.intp) if causal in (True, "upper_left") else valid - rows
+    start = np.ascontiguousarray(np.broadcast_to(start, lengths.shape))
+    windowed = window is not None or options.get("window") is not None
+    positioned = causal is not False or windowed or options.get("alibi_slopes") is not None
+    if given is not None and not positioned and not rotary:
+        raise ValueError("KVCache.attend: q_start= places the queries for causal=True, window=, alibi_slopes=, rotary")
+    filled = {"causal": causal is not False, "q_start": start if positioned else None, "key_lengths": valid}
+    return start, {**options, **filled}
+
+
+def check_held(start: Index, rows: int, valid: Index, left: int, sinks: int, held_from: Index) -> None:
+    """Refuses rows that need tokens that the window has dropped."""
+    position = start[:, None] + np.arange(rows)
+    first = np.maximum(position - left, sinks)
+    gone = first < np.minimum(np.minimum(position + 1, valid[:, None]), held_from[:, None])
+    if gone.any():
+        item, row = np.argwhere(gone)[0]
+        raise ValueError(
+            f"KVCache.attend: row {row} of item {item} stands at position {position[item, row]} and needs the tokens "
+            f"from {first[item, row]} on; the window has dropped those before {held_from[item]}, which leaves rows "
+            f"from position {held_from[item] + left} on"
+        )

@@ -1,0 +1,154 @@
+"""The file of a key-value cache: an .npz archive without pickles, written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import zipfile
+import zlib
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from .cache import KVCache
+
+Array = NDArray[Any]
+File = str | os.PathLike[str] | BinaryIO
+
+FORMAT = "attentile.KVCache 1"
+_NAMES = ("config", "lengths", "held_from", "keys", "values")
+_TABLE = "rotary_"  # prefix of the arrays among the options of the rotary embedding
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's numbers and arrays inside the options, for JSON."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
+    raise TypeError(f"KVCache.save: rotary has a {type(value).__name__} in it; it must be numbers, text and arrays")
+
+
+def pack(cache: KVCache) -> dict[str, Array]:
+    """All there is to store of a cache: its settings as text, and the tokens that are held, item after item."""
+    runs = [cache._held(item) for item in range(cache.batch)]
+    k, v = cache._packed(runs)
+    used = np.arange(k.shape[2]) < np.array([[sum(end - first for first, end in own)] for own in runs]).reshape(-1, 1)
+    rotary, tables = cache._rotary, {}
+    if rotary is not None:
+        for name, value in rotary.items():
+            if isinstance(value, np.ndarray):  # a dtype that .npy doesn't know (bfloat16) fits into float32
+                tables[_TABLE + name] = value if value.dtype.kind in "biuf" else value.astype(np.float32)
+        rotary = {name: value for name, value in rotary.items() if _TABLE + name not in tables}
+    config = {
+        "batch": cache.batch, "kv_heads": cache.kv_heads, "head_dim": cache.head_dim, "capacity": cache.capacity,
+        "value_dim": cache.value_dim, "dtype": cache.dtype.name, "window": cache.window, "sinks": cache.sinks,
+        "rotary": rotary,
+    }  # fmt: skip
+    return {
+        "format": np.array(FORMAT), "config": np.array(json.dumps(config, default=_plain)),
+        "lengths": cache._lengths.astype(np.int64), "held_from": cache._held_from.astype(np.int64),
+        "keys": k.swapaxes(1, 2)[used], "values": v.swapaxes(1, 2)[used], **tables,
+    }  # fmt: skip
+
+
+def restore(kind: type[KVCache], stored: dict[str, Array]) -> KVCache:
+    """The cache of what pack() gave."""
+    try:
+        config = json.loads(str(stored["config"][()]))
+        for name, array in stored.items():
+            if name.startswith(_TABLE):
+                config["rotary"][name.removeprefix(_TABLE)] = array
+        cache = kind(**config)
+        _refill(cache, *(stored[name] for name in ("lengths", "held_from", "keys", "values")))
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise ValueError(f"KVCache.load: the file is damaged ({error}); save it again") from error
+    return cache
+
+
+def _refill(cache: KVCache, lengths: Array, held_from: Array, keys: Array, values: Array) -> None:
+    """Puts tokens (all of an item, then of the next; kv_heads; width) where they were."""
+    if lengths.shape != (cache.batch,) or lengths.dtype != np.int64 or (lengths < 0).any():
+        raise ValueError("lengths make no sense")
+    highest = lengths if cache.window is not None else 0 * lengths
+    if (
+        held_from.shape != lengths.shape
+        or held_from.dtype != np.int64
+        or ((held_from < 0) | (held_from > highest)).any()
+    ):
+        raise ValueError("held_from makes no sense")
+    cache._lengths, cache._held_from = lengths.astype(np.intp), held_from.astype(np.intp)
+    nothing = np.zeros(cache.batch, np.intp)
+    cache._check_capacity(nothing, cache._held_from)
+    runs = [(item, first, end) for item in range(cache.batch) for first, end in cache._held(item)]
+    total = sum(end - first for _, first, end in runs)
+    for name, found, width in (("keys", keys, cache.head_dim), ("values", values, cache.value_dim)):
+        if found.shape != (total, cache.kv_heads, width) or found.dtype != cache.dtype:
+            raise ValueError(f"{name} are {found.shape} {found.dtype} for {total} tokens")
+    at = 0
+    for item, first, end in runs:
+        starts, counts = nothing.copy(), nothing.copy()
+        starts[item], counts[item] = first, end - first
+        k, v = (
+            np.broadcast_to(
+                x[at : at + end - first].swapaxes(0, 1), (cache.batch, cache.kv_heads, end - first, x.shape[2])
+            )
+            for x in (keys, values)
+        )
+        cache._pages.open(starts, counts, nothing, 0)
+        cache._write(k, v, starts, counts)
+        at += end - first
+
+
+def write(file: File, stored: dict[str, Array]) -> None:
+    """To a path: into a new file beside it, which then takes its name."""
+    content: Any = stored
+    if not isinstance(file, (str, os.PathLike)):
+        if not hasattr(file, "write"):
+            raise TypeError(f"KVCache.save: file is a {type(file).__name__}; it must be a path or a binary file")
+        np.savez(file, **content)
+        return
+    path = os.path.realpath(file)  # through a symbolic link, not over it
+    part = f"{path}.{secrets.token_hex(6)}.part"
+    try:
+        with open(part, "xb") as target:
+            np.savez(target, **content)
+            target.flush()
+            os.fsync(target.fileno())
+        os.replace(part, path)
+    except BaseException:
+        if os.path.exists(part):
+            os.unlink(part)
+        raise
+
+
+def read(file: File) -> dict[str, Array]:
+    """The arrays of a file that write() made, else ValueError."""
+    name = os.fspath(file) if isinstance(file, (str, os.PathLike)) else "the file"
+    if isinstance(file, (str, os.PathLike)):
+        with open(file, "rb") as source:
+            return _read(source, name)
+    if not hasattr(file, "read"):
+        raise TypeError(f"KVCache.load: file is a {type(file).__name__}; it must be a path or a binary file")
+    return _read(file, name)
+
+
+def _read(source: BinaryIO, name: str) -> dict[str, Array]:
+    try:
+        archive = np.load(source, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise ValueError("not an .npz archive")
+        with archive:
+            stored = {key: archive[key] for key in archive.files}
+    except (ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(
+            f"KVCache.load: {name} is no cache, or damaged ({error}); give a file of KVCache.save"
+        ) from None
+    found = str(stored.get("format", "another kind of archive"))
+    if found != FORMAT:
+        raise ValueError(f"KVCache.load: {name} is {found!r}; it must be {FORMAT!r}, a file of KVCache.save")
+    missing = [key for key in _NAMES if key not in stored]
+    if missing:
+        raise ValueError(f"KVCache.load: {name} is damaged, it lacks {', '.join(missing)}")
+    return stored

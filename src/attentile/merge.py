@@ -1,0 +1,106 @@
+"""merge_attention(): attention over disjoint sets of keys, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from .attention import AttentionResult
+from .call import promoted
+
+Array = NDArray[Any]
+Part = AttentionResult | tuple[ArrayLike, ArrayLike]
+
+
+def merge_attention(parts: Iterable[Part]) -> AttentionResult:
+    """Attention over the union of disjoint key sets, from the results over each.
+
+    Parameters
+    ----------
+    parts : sequence of (out, lse) or AttentionResult
+        Results of the same queries: out (..., L, Dv) and lse (..., L), as ``attention(..., return_lse=True)`` gives
+        them. Shapes must be equal; nothing is broadcast.
+
+    Returns
+    -------
+    AttentionResult(out, lse, None)
+        New arrays. out has the promoted dtype of the outs and lse that of the lses; the arithmetic is at least float32.
+
+    Raises
+    ------
+    TypeError, ValueError
+        No part at all, a part without lse, shapes that differ, unsupported dtypes.
+
+    Notes
+    -----
+    With m = max lse_i and w_i = exp(lse_i - m)::
+
+        out = sum w_i out_i / sum w_i        lse = m + log(sum w_i)
+
+    which is associative and commutative within rounding: the online softmax of Milakov and Gimelshein, "Online
+    normalizer calculation for softmax", 2018, with values as in Dao et al., "FlashAttention", 2022. A row without keys
+    has out 0 and lse -inf and is the identity, bit for bit; whatever its out holds is not used. NaN in a part that has
+    keys shows in its rows. One part alone is copied.
+
+    lse leaves attention's `sinks` out, so a sink must be applied once, at the end: compute the parts without it, merge,
+    and multiply out by 1 / (1 + exp(sink - lse)), the share of the softmax that the sink leaves.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from attentile import attention, merge_attention
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 6, 8))
+    >>> first = attention(q, k[:, :4], v[:, :4], return_lse=True)
+    >>> rest = attention(q, k[:, 4:], v[:, 4:], return_lse=True)
+    >>> np.allclose(merge_attention([first, rest]).out, attention(q, k, v))
+    True
+    """
+    outs, lses = _checked(parts)
+    compute, dtype = promoted("merge_attention", *outs)
+    compute_lse, lse_dtype = promoted("merge_attention", *lses)
+    if len(outs) == 1:
+        return AttentionResult(outs[0].astype(dtype), lses[0].astype(lse_dtype), None)
+    work = np.result_type(compute, compute_lse)
+    stack = np.stack([lse.astype(work, copy=False) for lse in lses])
+    with np.errstate(all="ignore"):
+        top = stack.max(axis=0)
+        weights = np.exp(stack - np.where(np.isneginf(top), 0, top))
+        total = weights.sum(axis=0)
+        # Not top + log(1): that would turn -0.0 into 0.0, and one part with keys must come out as it went in.
+        lse = np.where(total == 1, top, top + np.log(total))
+        shares = weights / np.where(total == 0, 1, total)
+        out = np.full(outs[0].shape, -0.0, work)  # -0.0 + x is x for every x, also for -0.0
+        for share, part, own in zip(shares, outs, stack, strict=True):
+            out += np.where(np.isneginf(own)[..., None], -0.0, share[..., None] * part.astype(work, copy=False))
+        out[total == 0] = 0
+        return AttentionResult(out.astype(dtype, copy=False), lse.astype(lse_dtype, copy=False), None)
+
+
+def _checked(parts: Iterable[Part]) -> tuple[list[Array], list[Array]]:
+    if isinstance(parts, (AttentionResult, np.ndarray)) or not isinstance(parts, Iterable):
+        raise TypeError(f"merge_attention: parts is a {type(parts).__name__}; it must be a list of (out, lse) pairs")
+    pairs = list(parts)
+    if not pairs:
+        raise ValueError("merge_attention: parts is empty; give at least one (out, lse) pair")
+    outs, lses = [], []
+    for i, pair in enumerate(pairs):
+        if not isinstance(pair, (tuple, list)) or len(pair) != (3 if isinstance(pair, AttentionResult) else 2):
+            raise TypeError(f"merge_attention: part {i} is a {type(pair).__name__}; it must be a pair (out, lse)")
+        if pair[0] is None or pair[1] is None:
+            raise TypeError(f"merge_attention: part {i} has no lse; call attention with return_lse=True")
+        out, lse = np.asarray(pair[0]), np.asarray(pair[1])
+        if out.ndim < 2 or lse.shape != out.shape[:-1]:
+            raise ValueError(
+                f"merge_attention: part {i} has out {out.shape} and lse {lse.shape}; they must be (..., L, Dv) "
+                "and (..., L)"
+            )
+        outs.append(out)
+        lses.append(lse)
+        if out.shape != outs[0].shape:
+            raise ValueError(
+                f"merge_attention: part {i} has out {out.shape} and part 0 has {outs[0].shape}; they must be equal"
+            )
+    return outs, lses

@@ -1,0 +1,240 @@
+"""Storage of the key-value cache: pages of tokens with reference counts, and the table of the pages of one cache.
+
+Page c of a batch item holds its tokens page_keys * c ... page_keys * (c + 1) - 1, counted from the first token ever
+appended, for all key heads. One page is one run of memory that starts on a cache line:
+
+    keys    (kv_heads, page_keys // 16, head_dim, 16)    panels of 16 keys, transposed: a decode step reads 16 keys of
+                                                         one dimension as one vector and needs no shuffle
+    values  (kv_heads, page_keys, value_dim)             row after row
+
+    table   (batch, n_pages)      item 0   [ A  B  C  . ]      a number is the address of a page, 0 means no page:
+                                  item 1   [ A  B  D  . ]      not there yet, or all its tokens were dropped
+
+Growing means one more page and never a copy of tokens. Forks and beams share pages (A and B above); who wants to write
+into a shared page copies that page first. Pages are cut from slabs of uninitialised memory and go back to a free list,
+never to the operating system before the last cache that uses them is gone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+Index = NDArray[np.intp]
+
+PANEL = 16  # keys per panel: one AVX-512 vector of float32
+PAGE_KEYS = 256  # tokens per page: one chunk of keys of the fused pass
+_ALIGNMENT = 64
+
+
+class PagePool:
+    """The pages of a cache and of all its forks.
+
+    The lock makes forks that live in different threads independent of each other. A table that dies may do so in the
+    middle of anything (the garbage collector runs where it likes), so it takes no lock: it leaves its pages in
+    `returned`, and they are counted off before the next decision.
+    """
+
+    def __init__(self, kv_heads: int, head_dim: int, value_dim: int, page_keys: int, dtype: np.dtype[Any]) -> None:
+        self.page_keys, self.dtype = page_keys, dtype
+        self._key_shape = (kv_heads, page_keys // PANEL, head_dim, PANEL)
+        self._value_shape = (kv_heads, page_keys, value_dim)
+        self._key_items = kv_heads * page_keys * head_dim
+        self.page_items = self._key_items + kv_heads * page_keys * value_dim
+        self.returned: deque[Index] = deque()
+        self._pages: dict[int, Array] = {}  # address: the elements of the page; the views keep the slabs alive
+        self._references: dict[int, int] = {}  # address: number of places in tables, for pages in use
+        self._free: list[int] = []
+        self._lock = threading.Lock()
+
+    # ---- memory ----
+
+    def grow(self, pages: int) -> None:
+        """One more slab. MemoryError leaves everything as it was."""
+        with self._lock:
+            self._grow(pages)
+
+    def _grow(self, pages: int) -> None:
+        if pages <= 0:
+            return
+        slab = np.empty(pages * self.page_items * self.dtype.itemsize + _ALIGNMENT, np.uint8)
+        skip = -slab.ctypes.data % _ALIGNMENT
+        items = slab[skip : skip + pages * self.page_items * self.dtype.itemsize].view(self.dtype)
+        cut = [items[i * self.page_items : (i + 1) * self.page_items] for i in range(pages)]
+        self._pages.update((page.ctypes.data, page) for page in cut)
+        self._free += [page.ctypes.data for page in reversed(cut)]
+
+    def page(self, address: int) -> Array:
+        """The elements of a page on one axis."""
+        return self._pages[address]
+
+    def keys(self, address: int) -> Array:
+        """The keys of a page: a view (kv_heads, page_keys // 16, head_dim, 16)."""
+        return self._pages[address][: self._key_items].reshape(self._key_shape)
+
+    def values(self, address: int) -> Array:
+        """The values of a page: a view (kv_heads, page_keys, value_dim)."""
+        return self._pages[address][self._key_items :].reshape(self._value_shape)
+
+    # ---- references ----
+
+    def exchange(self, dropped: list[int], wanted: int) -> list[int]:
+        """Gives up one reference of each dropped page and takes `wanted` pages, reusing what became free.
+
+        All or nothing: MemoryError leaves the references as they were.
+        """
+        with self._lock:
+            self._settle()
+            freed = sum(self._references[address] == times for address, times in Counter(dropped).items())
+            self._grow(wanted - freed - len(self._free))
+            self._release(dropped)
+            taken = [self._free.pop() for _ in range(wanted)]
+            self._references.update(dict.fromkeys(taken, 1))
+            return taken
+
+    def share(self, addresses: Iterable[int]) -> None:
+        with self._lock:
+            for address in addresses:
+                self._references[address] += 1
+
+    def release(self, addresses: Iterable[int]) -> None:
+        with self._lock:
+            self._release(addresses)
+
+    def shared(self, addresses: list[int]) -> list[int]:
+        """Indices of the pages that must be copied before all of `addresses` are written to.
+
+        A page of which every reference is among them is left once: who comes last may have it.
+        """
+        with self._lock:
+            self._settle()
+            left, copied = {address: self._references[address] for address in addresses}, []
+            for i, address in enumerate(addresses):
+                if left[address] > 1:
+                    left[address] -= 1
+                    copied.append(i)
+            return copied
+
+    def counts(self) -> tuple[int, int]:
+        """(pages in use, free pages)."""
+        with self._lock:
+            self._settle()
+            return len(self._references), len(self._free)
+
+    def _release(self, addresses: Iterable[int]) -> None:
+        for address in addresses:
+            if self._references[address] == 1:
+                del self._references[address]
+                self._free.append(address)
+            else:
+                self._references[address] -= 1
+
+    def _settle(self) -> None:
+        while self.returned:
+            self._release(addresses_in(self.returned.popleft()))
+
+
+def addresses_in(table: Index) -> list[int]:
+    """The pages of a table, once for each place they stand in."""
+    found: list[int] = table[table != 0].tolist()
+    return found
+
+
+class PageTable:
+    """The pages of one cache. `table` is replaced, never written in place, so a reader always has a whole one."""
+
+    def __init__(self, pool: PagePool, table: Index) -> None:
+        self.pool, self.table = pool, table
+
+    def __del__(self) -> None:
+        self.pool.returned.append(self.table)
+
+    def fork(self) -> PageTable:
+        self.pool.share(addresses_in(self.table))
+        return PageTable(self.pool, self.table.copy())
+
+    def reorder(self, items: Index) -> None:
+        before, after = self.table, self.table[items]
+        self.pool.share(addresses_in(after))
+        self.table = after
+        self.pool.release(addresses_in(before))
+
+    def open(self, starts: Index, counts: Index, held_from: Index, kept_first: int) -> None:
+        """Makes the tokens starts ... starts + counts - 1 of each item writable.
+
+        Missing pages are taken, shared ones copied, and the pages that hold only tokens that are neither below
+        kept_first nor at or after held_from are given up. All or nothing.
+        """
+        pool, size, columns = self.pool, self.pool.page_keys, self.table.shape[1]
+        missing: list[tuple[int, int]] = []  # places (item, column) in the table
+        present: list[tuple[int, int]] = []
+        dropped: list[tuple[int, int]] = []
+        steps = enumerate(zip(starts.tolist(), counts.tolist(), held_from.tolist(), strict=True))
+        for item, (start, count, held) in steps:
+            for column in range(start // size, -(-(start + count) // size) if count else 0):
+                there = column < columns and self.table[item, column]
+                (present if there else missing).append((item, column))
+            column = min(held // size, columns) - 1
+            while column * size >= kept_first and column >= 0 and self.table[item, column]:
+                dropped.append((item, column))  # what lies further back was dropped before
+                column -= 1
+        old = [int(self.table[place]) for place in present]
+        copied = pool.shared(old)
+        if not (missing or copied or dropped):
+            return
+        needed = 1 + max((column for _, column in missing), default=-1)
+        if needed > columns:  # doubled, so that a long life costs few copies of the table
+            columns = max(needed, 2 * columns)
+        table = np.zeros((len(self.table), columns), np.intp)
+        table[:, : self.table.shape[1]] = self.table
+        taken = pool.exchange([int(table[place]) for place in dropped], len(missing) + len(copied))
+        for place in dropped:
+            table[place] = 0
+        for place in missing:
+            table[place] = taken.pop()
+        for i in copied:
+            table[present[i]] = address = taken.pop()
+            pool.page(address)[:] = pool.page(old[i])
+        self.table = table
+        pool.release(old[i] for i in copied)
+
+    def cut(self, ends: Index) -> None:
+        """Gives up the pages that start at or after the end of their item."""
+        table = self.table.copy()
+        beyond = (self.pool.page_keys * np.arange(table.shape[1]) >= ends[:, None]) & (table != 0)
+        dropped = table[beyond].tolist()
+        if dropped:
+            table[beyond] = 0
+            self.table = table
+            self.pool.release(dropped)
+
+    def parts(self, item: int, start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+        """(page, first slot, end slot, offset from start) of the pages that hold the tokens start ... end - 1."""
+        size = self.pool.page_keys
+        for column in range(start // size, -(-end // size)):
+            first, last = max(start, column * size), min(end, (column + 1) * size)
+            yield int(self.table[item, column]), first - column * size, last - column * size, first - start
+
+    def read(self, item: int, start: int, end: int, keys: Array, values: Array) -> None:
+        """Copies the tokens start ... end - 1 of an item to keys (kv_heads, n, head_dim) and values."""
+        for address, first, last, offset in self.parts(item, start, end):
+            target = slice(offset, offset + last - first)
+            panels = self.pool.keys(address)[:, first // PANEL : -(-last // PANEL)].swapaxes(2, 3)
+            rows = panels.reshape(len(panels), -1, panels.shape[-1])
+            keys[:, target] = rows[:, first % PANEL : first % PANEL + last - first]
+            values[:, target] = self.pool.values(address)[:, first:last]
+
+    def write(self, item: int, start: int, keys: Array, values: Array) -> None:
+        """Copies keys (kv_heads, n, head_dim) and values to the tokens start ... start + n - 1 of an opened item."""
+        for address, first, last, offset in self.parts(item, start, start + keys.shape[1]):
+            source = slice(offset, offset + last - first)
+            slots = np.arange(first, last)
+            target = self.pool.keys(address)
+            target[:, slots // PANEL, :, slots % PANEL] = keys[:, source].swapaxes(0, 1)
+            self.pool.values(address)[:, first:last] = values[:, source]
