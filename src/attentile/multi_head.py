@@ -266,8 +266,10 @@ class MultiHeadAttention:
         else:
             if self.rotary is not None:
                 q, k = self._turn(q, positions), self._turn(k, positions)
-            buffer = np.empty((*plan.lead, q.shape[-2], self.num_heads, self.value_dim), plan.compute)
-            result = attention(q, k, v, out=buffer.swapaxes(-2, -3), **options)
+            if q.shape[-2] != 1:  # the heads of a row side by side, as w_o takes them; a single row lies so anyway
+                beside = np.empty((*plan.lead, q.shape[-2], self.num_heads, self.value_dim), plan.compute)
+                options["out"] = beside.swapaxes(-2, -3)
+            result = attention(q, k, v, **options)
         return self._finish(result, plan, out)
 
     def keys_values(self, context: ArrayLike) -> tuple[Array, Array]:
