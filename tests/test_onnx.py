@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from typing import Any
 
 import numpy as np
 import pytest
+from onnx_cases import check_outputs, official_cases
 
 import attentile
 from attentile import onnx as at_onnx
@@ -17,27 +17,8 @@ from attentile import onnx as at_onnx
 OFFICIAL_CASES = 93
 
 
-@pytest.fixture(scope="session")
-def official_cases() -> list[Any]:
-    node = pytest.importorskip("onnx.backend.test.case.node", reason="the package onnx is not installed")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # onnx computes its expected outputs while it collects
-        cases = node.collect_testcases("Attention")
-    return [case for case in cases if any(n.op_type == "Attention" for n in case.model.graph.node)]
-
-
-def check_outputs(case: Any, outputs: list[Any], expected: list[Any]) -> None:
-    """The comparison of onnx's own runner: dtype, shape, rtol and atol of the case, two ULPs for bfloat16."""
-    assert len(outputs) == len(expected)
-    for found, wanted in zip(outputs, expected, strict=True):
-        assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
-        rtol = case.rtol
-        if found.dtype.name == "bfloat16":
-            rtol, found, wanted = max(rtol, 2**-6), found.astype(np.float32), wanted.astype(np.float32)
-        np.testing.assert_allclose(found, wanted, rtol=rtol, atol=case.atol)
-
-
-def test_every_official_case_passes(impl: str, official_cases: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_official_case_passes(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("onnx", reason="the package onnx is not installed")
     from onnx.reference import ReferenceEvaluator
 
     calls = []
@@ -48,8 +29,8 @@ def test_every_official_case_passes(impl: str, official_cases: list[Any], monkey
         return fused(*args, **kwargs)
 
     monkeypatch.setattr(at_onnx, "_fused", counting)
-    failures, ran = {}, set()
-    for case in official_cases:
+    failures, ran, cases = {}, set(), official_cases("Attention")
+    for case in cases:
         session = ReferenceEvaluator(case.model, new_ops=[at_onnx.Attention])
         assert [type(n) for n in session.rt_nodes_] == [at_onnx.Attention]
         assert len(case.data_sets) == 1
@@ -61,7 +42,7 @@ def test_every_official_case_passes(impl: str, official_cases: list[Any], monkey
             failures[case.name] = repr(error)
         ran.add(case.name)
     assert failures == {}
-    assert len(ran) == len(official_cases) == len(calls) == OFFICIAL_CASES
+    assert len(ran) == len(cases) == len(calls) == OFFICIAL_CASES
 
 
 # ---- the rules, against float64 that selects the allowed keys first ----
@@ -312,8 +293,9 @@ def test_unknown_attribute() -> None:
 
 def test_operators_are_the_classes() -> None:
     pytest.importorskip("onnx", reason="the package onnx is not installed")
-    assert at_onnx.operators() == (at_onnx.Attention,)
-    assert (at_onnx.Attention.__name__, at_onnx.Attention.op_domain) == ("Attention", "")
+    names = ("Attention", "RotaryEmbedding", "TensorScatter")
+    assert at_onnx.operators() == tuple(getattr(at_onnx, name) for name in names)
+    assert [(op.__name__, op.op_domain) for op in at_onnx.operators()] == [(name, "") for name in names]
 
 
 @pytest.mark.parametrize("outputs", [["Y"], ["Y", ""], ["Y", "", "", "qk"], ["Y", "", "", ""], ["Y", "k", "v", "qk"]])

@@ -1,9 +1,12 @@
-"""The ONNX operator Attention (opsets 23, 24, 25) with its own semantics, computed by the fused pass.
+"""The ONNX operator Attention (opsets 23, 24, 25) with its own semantics, by the fused pass, and those around it.
 
     attention(Q, K, V, ...)      the operator as a function; needs NumPy only
-    Attention, operators()       the operator as a class for onnx.reference.ReferenceEvaluator; needs the package onnx
+    rotary_embedding(X, ...)     RotaryEmbedding (opset 23), and
+    tensor_scatter(cache, ...)   TensorScatter (opset 24), likewise; see onnx_operators.py
+    Attention, RotaryEmbedding, TensorScatter, operators()
+                                 the operators as classes for onnx.reference.ReferenceEvaluator; need the package onnx
 
-What the operator leaves to a runtime, or where its description and its reference implementation differ:
+What Attention leaves to a runtime, or where its description and its reference implementation differ:
 
 * A row without any allowed key gives 0 in Y and in mode 3 of qk_matmul_output (description, errata of opset 23); that
   is also attentile's rule, so nothing is done about it here. In mode 2 such a row is -inf.
@@ -32,8 +35,9 @@ from numpy.typing import ArrayLike, NDArray
 from .attention import AttentionResult, Window
 from .attention import attention as _fused
 from .masks import structure
+from .onnx_operators import rotary_embedding, tensor_scatter
 
-__all__ = ["AttentionOutputs", "attention", "operators"]
+__all__ = ["AttentionOutputs", "attention", "operators", "rotary_embedding", "tensor_scatter"]
 
 Array = NDArray[Any]
 
@@ -382,11 +386,31 @@ def operators() -> tuple[type[Any], ...]:
             outputs = attention(*inputs, **given, return_qk=len(names) == len(AttentionOutputs._fields))
             return outputs[: len(names)]
 
-    Attention.__qualname__ = "Attention"
-    return (Attention,)
+    class RotaryEmbedding(OpRun):
+        """The operator RotaryEmbedding for onnx.reference.ReferenceEvaluator."""
+
+        op_domain = ""
+
+        def _run(self, *inputs: Any, **attributes: Any) -> tuple[Any, ...]:
+            given = {name: value for name, value in attributes.items() if value is not None}
+            return (rotary_embedding(*inputs, **given),)
+
+    class TensorScatter(OpRun):
+        """The operator TensorScatter for onnx.reference.ReferenceEvaluator."""
+
+        op_domain = ""
+
+        def _run(self, *inputs: Any, **attributes: Any) -> tuple[Any, ...]:
+            given = {name: value for name, value in attributes.items() if value is not None}
+            return (tensor_scatter(*inputs, **given),)
+
+    classes: tuple[type[Any], ...] = (Attention, RotaryEmbedding, TensorScatter)
+    for operator in classes:
+        operator.__qualname__ = operator.__name__
+    return classes
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Attention":
-        return operators()[0]
+    if name in ("Attention", "RotaryEmbedding", "TensorScatter"):
+        return {operator.__name__: operator for operator in operators()}[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,10 +11,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from . import config, reference_angles
 from .call import promoted, ready
-from .rotary_scaling import DEFAULT_BASE, Frequencies, number, plain_frequencies, read_scaling, scaled_frequencies
+from .rotary_scaling import DEFAULT_BASE, Frequencies, flag, number, plain_frequencies, read_scaling, scaled_frequencies
 
 Array = NDArray[Any]
 
+_FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 _FARTHEST = 2**50  # positions; and angles in radians: the kernels take quarter turns modulo 4 from numbers below 2**51
 _QUARTERS = _FARTHEST * 0.6366197723675814  # 2 / pi
 _CHUNK = 1 << 16  # elements of a half-precision array that are converted together: they stay in the L2 cache
@@ -54,14 +55,6 @@ def _integer(name: str, value: Any) -> int:
         raise TypeError(f"rotary_embedding: {name} is {value!r}; it must be an integer (int() converts it)") from None
 
 
-def _flag(name: str, value: Any) -> bool:
-    if value is True or value is False:
-        return bool(value)
-    if isinstance(value, np.bool_):
-        return bool(value)
-    raise TypeError(f"rotary_embedding: {name} is {value!r}; it must be True or False")
-
-
 def _rotary_dim(rotary_dim: Any, width: int, fraction: float | None = None) -> int:
     """Number of elements that are turned."""
     if rotary_dim is None:
@@ -70,8 +63,8 @@ def _rotary_dim(rotary_dim: Any, width: int, fraction: float | None = None) -> i
         dim, name = _integer("rotary_dim", rotary_dim), "rotary_dim"
         if fraction is not None and dim != int(width * fraction):
             raise ValueError(
-                f"rotary_embedding: rotary_dim is {dim} and scaling['partial_rotary_factor'] is {fraction}, which makes "
-                f"{int(width * fraction)} of {width}; leave out one of the two"
+                f"rotary_embedding: rotary_dim is {dim} and scaling['partial_rotary_factor'] is {fraction}, which "
+                f"makes {int(width * fraction)} of {width}; leave out one of the two"
             )
     if dim <= 0 or dim > width or dim % 2:
         raise ValueError(
@@ -104,7 +97,8 @@ def _given_positions(positions: Any, lead: tuple[int, ...], rows: int) -> Array:
         ) from None
     if array.size and not -_FARTHEST <= int(array.min()) <= int(array.max()) <= _FARTHEST:
         raise ValueError(
-            f"rotary_embedding: positions run from {array.min()} to {array.max()}; they must stay within -2**50 and 2**50"
+            f"rotary_embedding: positions run from {array.min()} to {array.max()}; they must stay within -2**50 and "
+            "2**50"
         )
     one = array.size == rows  # all items share it
     return np.ascontiguousarray(array.reshape(1, rows) if one else shaped.reshape(-1, rows), np.int64)
@@ -113,12 +107,14 @@ def _given_positions(positions: Any, lead: tuple[int, ...], rows: int) -> Array:
 def _places(positions: Any, lead: tuple[int, ...], rows: int) -> Places:
     if positions is None:
         return Places(0, None, 0, rows - 1)
+    if type(positions) is int and 0 <= positions <= _FARTHEST - rows:
+        return Places(positions, None, positions, positions + rows - 1)
     if isinstance(positions, (int, np.integer)) or (isinstance(positions, np.ndarray) and positions.ndim == 0):
         first = _integer("positions", positions if not isinstance(positions, np.ndarray) else positions[()])
         if not -_FARTHEST <= first <= first + max(rows - 1, 0) <= _FARTHEST:
             raise ValueError(
-                f"rotary_embedding: positions={first} puts {rows} rows at positions up to {first + rows - 1}; they must "
-                "stay within -2**50 and 2**50"
+                f"rotary_embedding: positions={first} puts {rows} rows at positions up to {first + rows - 1}; they "
+                "must stay within -2**50 and 2**50"
             )
         return Places(first, None, first, first + rows - 1)
     array = _given_positions(positions, lead, rows)
@@ -137,10 +133,10 @@ def _check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         raise ValueError("rotary_embedding: out is read-only; pass a writable array (out.copy() is)")
     reach = out.itemsize
     for step, n in sorted((abs(step), n) for step, n in zip(out.strides, out.shape, strict=True) if n > 1):
-        if step < reach:
+        if step < reach and out.size:
             raise ValueError(
-                f"rotary_embedding: out has shape {out.shape} and strides {out.strides}, so that elements share memory; "
-                "pass an array that does not overlap itself"
+                f"rotary_embedding: out has shape {out.shape} and strides {out.strides}, so that elements share "
+                "memory; pass an array that does not overlap itself"
             )
         reach += (n - 1) * step
 
@@ -171,14 +167,16 @@ def _from_tables(cos: Any, sin: Any, dim: int, places: Places, inverse: bool) ->
         )
     tables = _table("cos", cos, dim), _table("sin", sin, dim)
     if tables[0].shape != tables[1].shape:
-        raise ValueError(f"rotary_embedding: cos has shape {tables[0].shape} and sin {tables[1].shape}; they must be equal")
+        raise ValueError(
+            f"rotary_embedding: cos has shape {tables[0].shape} and sin {tables[1].shape}; they must be equal"
+        )
     n = len(tables[0])
     if places.smallest <= places.largest and not 0 <= places.smallest <= places.largest < n:
         raise IndexError(
             f"rotary_embedding: positions run from {places.smallest} to {places.largest} and the tables have {n} rows; "
             f"with cos= and sin= each position must lie between 0 and {n - 1}"
         )
-    dtype = np.result_type(*tables)
+    dtype = tables[0].dtype
     fit = not inverse and dtype in (np.float32, np.float64)
     if fit and all(t.dtype == dtype and t.flags.aligned and t.strides[1] == t.itemsize for t in tables):
         return tables[0], tables[1], places
@@ -225,8 +223,8 @@ def _frequencies(base: Any, rotary_dim: Any, scaling: Any, width: int, places: P
     reach = max(abs(places.smallest), abs(places.largest)) if places.smallest <= places.largest else 0
     if found.largest * max(reach, 1) > _QUARTERS:
         raise ValueError(
-            f"rotary_embedding: base is {real}, with which positions up to {reach} turn by more than 2**50 radians; use a "
-            "larger base or smaller positions"
+            f"rotary_embedding: base is {real}, with which positions up to {reach} turn by more than 2**50 radians; "
+            "use a larger base or smaller positions"
         )
     return dim, found
 
@@ -254,8 +252,8 @@ def _turn(
 
 
 def _rounded(array: Array, dtype: np.dtype[Any]) -> Array:
-    """float64 to half precision, rounded once. Casts to bfloat16 go through float32, so that comes first, rounded to odd:
-    a last bit that is set wherever something was lost keeps the second rounding from seeing a tie."""
+    """float64 to half precision, rounded once. Casts to bfloat16 go through float32, so that comes first, rounded to
+    odd: a last bit that is set wherever something was lost keeps the second rounding from seeing a tie."""
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         if dtype == np.float16:
             return array.astype(dtype)
@@ -281,7 +279,7 @@ def _four_axes(array: Array) -> Array:
 
 def _apart(x: Array, out: Array) -> Array:
     """x, or a copy of it if it shares memory with out other than element by element."""
-    return x if _same_memory(x, out) or not np.may_share_memory(x, out) else x.copy()
+    return x if x is out or not np.may_share_memory(x, out) or _same_memory(x, out) else x.copy()
 
 
 def _rotate_half(x: Array, out: Array, run: Callable[..., None], turn: Turn, places: Places, threads: int) -> None:
@@ -292,7 +290,7 @@ def _rotate_half(x: Array, out: Array, run: Callable[..., None], turn: Turn, pla
     for b in range(0, batch, many):
         for start in range(0, rows, some):
             cut = slice(b, b + many), slice(None), slice(start, start + some)
-            chunk = x[cut].astype(np.float64)
+            chunk = x[cut].astype(np.float64, order="C")
             at = places.array
             if at is not None:
                 at = np.ascontiguousarray(at[slice(0, 1) if len(at) == 1 else cut[0], cut[2]])
@@ -304,6 +302,11 @@ def _rotate(x: Array, out: Array, compute: np.dtype[Any], turn: Turn, places: Pl
     """Non-empty x turned into out, both of any layout; out has the dtype of the result."""
     core, threads = config.core(), config.threads_for(None, "rotary_embedding")
     run: Callable[..., None] = core.rotate if core is not None else reference_angles.rotate
+    plain = x.ndim == 4 and out.dtype is x.dtype is compute and x.flags.c_contiguous and out.flags.c_contiguous
+    if plain and x.flags.aligned and out.flags.aligned and (x is out or not np.may_share_memory(x, out)):
+        # One token of 32 heads takes less than the questions below.
+        run(x, out, *turn[:2], places.array, places.first, *turn[2:], threads)
+        return
     target = _four_axes(out)
     if not np.may_share_memory(target, out):  # more than four axes that do not fold
         target = np.empty(target.shape, out.dtype)
@@ -349,10 +352,10 @@ def rotary_embedding(
     interleaved : bool, optional
         Pairs are elements 2i and 2i + 1; else i and i + rotary_dim / 2, as in most published models.
     scaling : dict, optional
-        Long-context method as model configurations hold it (`rope_scaling`, `rope_parameters`). `rope_type` or `type` is
-        one of default, linear, ntk, dynamic, yarn, longrope (su), llama3; the other keys are those of the method.
-        dynamic and longrope depend on the largest position of the call + 1, the length. `rope_theta` in it is the base,
-        `partial_rotary_factor` gives rotary_dim.
+        Long-context method as model configurations hold it (`rope_scaling`, `rope_parameters`). `rope_type` or `type`
+        is one of default, linear, ntk, dynamic, yarn, longrope (su), llama3; the other keys are those of the method.
+        dynamic and longrope depend on the length, the largest position of the call + 1. `rope_theta` in it is the
+        base, `partial_rotary_factor` gives rotary_dim.
     cos, sin : array_like of float, shape (n, rotary_dim / 2), optional
         Tables of the caller, row = position, instead of base and scaling. They need not be a rotation.
     inverse : bool, optional
@@ -380,7 +383,7 @@ def rotary_embedding(
     Notes
     -----
     The bits of a row depend on its values and its position, and on nothing else (batch, L, layout, threads, AVX2 or
-    AVX-512); with dynamic and longrope also on the length. Formula: Su et al., "RoFormer", 2021, section 3.4.2; those of
+    AVX-512); with dynamic and longrope also on the length. Formula: Su et al., "RoFormer", 2021, section 3.4.2; of the
     scaling: Peng et al., "YaRN", 2023; Ding et al., "LongRoPE", 2024; Grattafiori et al., "The Llama 3 Herd", 2024.
 
     Examples
@@ -399,8 +402,10 @@ def rotary_embedding(
     array = np.asarray(x)
     if array.ndim < 2:
         raise ValueError(f"rotary_embedding: x has shape {array.shape}; it needs at least two axes, (L, D)")
-    compute, dtype = promoted("rotary_embedding", array)
-    paired, back = _flag("interleaved", interleaved), _flag("inverse", inverse)
+    compute = dtype = array.dtype
+    if dtype is not _FLOAT32 and dtype is not _FLOAT64:
+        compute, dtype = promoted("rotary_embedding", array)
+    paired, back = flag("interleaved", interleaved), flag("inverse", inverse)
     places = _places(positions, array.shape[:-3], array.shape[-2])
     turn, places = _turn(array.shape[-1], places, base, rotary_dim, paired, scaling, cos, sin, back)
     if out is None:

@@ -1,9 +1,10 @@
 """Frequencies of the rotary position embedding, plain and as the long-context methods change them.
 
-A pair i of rotary_dim / 2 turns by position * f_i, plain f_i = base^(-2 i / rotary_dim). Every formula is evaluated to 60
-digits and kept as the sum of two float64 numbers, so that positions far out keep their digits. Sources of the methods:
+A pair i of rotary_dim / 2 turns by position * f_i, plain f_i = base^(-2 i / rotary_dim). Every formula is evaluated to
+60 digits and kept as the sum of two float64 numbers, so that positions far out keep their digits. Sources:
 
-    linear     f / factor: Chen et al., "Extending Context Window of Large Language Models via Positional Interpolation", 2023
+    linear     f / factor: Chen et al., "Extending Context Window of Large Language Models via Positional Inter-
+               polation", 2023
     ntk        another base: base * factor^(d / (d - 2)), the "NTK-aware" rule of the YaRN paper, section 3.1
     dynamic    the same with the factor that the length needs: factor * length / trained - (factor - 1); the YaRN paper,
                section 3.3, with the factor as model libraries use it
@@ -59,6 +60,8 @@ class Scaling(NamedTuple):
 
 def number(name: str, value: Any, least: float = 0.0, above: bool = True) -> float:
     """value as a finite float above (or at least) `least`, with the message of rotary_embedding."""
+    if type(value) is float and least < value < math.inf:
+        return value
     if not isinstance(value, Real) or isinstance(value, (bool, np.bool_)):
         raise TypeError(f"rotary_embedding: {name} is {value!r}; it must be a real number (float() converts it)")
     try:
@@ -90,7 +93,7 @@ def _length(name: str, value: Any) -> float:
     return found
 
 
-def _flag(name: str, value: Any) -> bool:
+def flag(name: str, value: Any) -> bool:
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"rotary_embedding: {name} is {value!r}; it must be True or False")
     return bool(value)
@@ -105,7 +108,7 @@ def _list(name: str, value: Any) -> tuple[float, ...]:
 _READERS: dict[str, Callable[[str, Any], Any]] = {
     "factor": _at_least_one, _TRAINED: _length, _REACHED: _length, "attention_factor": _positive,
     "beta_fast": _positive, "beta_slow": _positive, "mscale": _not_negative, "mscale_all_dim": _not_negative,
-    "truncate": _flag, "short_factor": _list, "long_factor": _list, "short_mscale": _positive,
+    "truncate": flag, "short_factor": _list, "long_factor": _list, "short_mscale": _positive,
     "long_mscale": _positive, "low_freq_factor": _positive, "high_freq_factor": _positive,
     "rope_theta": _positive, "partial_rotary_factor": _positive,
 }  # fmt: skip
@@ -137,7 +140,7 @@ def _kind(scaling: Mapping[str, Any]) -> str:
             f"rotary_embedding: scaling has neither 'rope_type' nor 'type' (its keys: {sorted(map(str, scaling))}); "
             f"one of them must name the method, {known}"
         )
-    kinds = {_ALIASES.get(name, name) if isinstance(name, str) else name for name in names}
+    kinds = {_ALIASES.get(str(name), str(name)) for name in names}
     if len(kinds) > 1:
         raise ValueError(
             f"rotary_embedding: scaling has rope_type {names[0]!r} and type {names[1]!r}; leave out one of the two"
@@ -145,7 +148,7 @@ def _kind(scaling: Mapping[str, Any]) -> str:
     kind = kinds.pop()
     if kind not in _KINDS:
         raise ValueError(f"rotary_embedding: scaling has type {names[0]!r}; it must be one of {known}")
-    return str(kind)
+    return kind
 
 
 def read_scaling(scaling: Any) -> Scaling:
@@ -167,7 +170,9 @@ def read_scaling(scaling: Any) -> Scaling:
     base, fraction = values.pop("rope_theta", None), values.pop("partial_rotary_factor", None)
     if fraction is not None and fraction > 1:
         raise ValueError(f"rotary_embedding: scaling['partial_rotary_factor'] is {fraction}; it must be at most 1")
-    _CHECKS.get(kind, lambda values: None)(values)
+    check = _CHECKS.get(kind)
+    if check is not None:
+        check(values)
     return Scaling(kind, tuple(sorted(values.items())), base, fraction)
 
 
@@ -225,7 +230,9 @@ def _check_yarn(values: dict[str, Any]) -> None:
 def _check_longrope(values: dict[str, Any]) -> None:
     _check_reached("longrope", values)
     if ("short_mscale" in values) != ("long_mscale" in values):
-        raise ValueError("rotary_embedding: scaling has only one of 'short_mscale' and 'long_mscale'; give both or none")
+        raise ValueError(
+            "rotary_embedding: scaling has only one of 'short_mscale' and 'long_mscale'; give both or none"
+        )
     if "short_mscale" in values:
         if "attention_factor" in values:
             raise ValueError(
@@ -245,7 +252,8 @@ def _check_llama3(values: dict[str, Any]) -> None:
     low, high = values["low_freq_factor"], values["high_freq_factor"]
     if low >= high:
         raise ValueError(
-            f"rotary_embedding: scaling has low_freq_factor {low} and high_freq_factor {high}; the second must be larger"
+            f"rotary_embedding: scaling has low_freq_factor {low} and high_freq_factor {high}; the second must be the "
+            "larger"
         )
 
 
@@ -278,8 +286,8 @@ def _yarn(base: Decimal, dim: int, values: dict[str, Any]) -> list[Decimal]:
     from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 
     plain, factor = _plain(base, dim), Decimal(values["factor"])
-    turns = [Decimal(values[_TRAINED]) / (Decimal(values[beta]) * 2 * Decimal(_PI)) for beta in ("beta_fast", "beta_slow")]
-    low, high = (dim * count.ln() / (2 * base.ln()) for count in turns)  # the pair, as a number, with so many turns
+    lengths = (Decimal(values[_TRAINED]) / Decimal(values[beta]) for beta in ("beta_fast", "beta_slow"))
+    low, high = (dim * (length / (2 * Decimal(_PI))).ln() / (2 * base.ln()) for length in lengths)  # pairs, as numbers
     if values.get("truncate", True):
         low, high = low.to_integral_value(ROUND_FLOOR), high.to_integral_value(ROUND_CEILING)
     low, high = max(low, Decimal(0)), min(high, Decimal(dim - 1))

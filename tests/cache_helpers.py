@@ -1,0 +1,200 @@
+"""What the tests of the cache share: poison in the memory that holds no token, and a model that keeps everything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from conftest import FMA_ISAS
+from numpy.testing import assert_allclose, assert_array_equal
+
+from attentile import AttentionResult, KVCache, attention
+
+Array = Any
+
+BATCH, Q_HEADS, HEADS, WIDTH, VALUE_WIDTH = 3, 4, 2, 8, 5
+LENGTHS = (300, 17, 256)
+
+
+def normal(*shape: int, dtype: Any = np.float32, seed: int = 0) -> Array:
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def poison(cache: KVCache) -> int:
+    """NaN in every slot that holds no token and in every free page; returns the number of slots.
+
+    Shared pages are left alone: a slot that is empty here may hold a token of a fork.
+    """
+    pool, table = cache._pages.pool, cache._pages.table
+    pool.counts()  # counts off the pages of tables that died
+    slots = 0
+    for address in pool._free:
+        pool.page(address)[:] = np.nan
+        slots += pool.page_keys
+    for item, column in np.argwhere(table):
+        if pool._references[int(table[item, column])] > 1:
+            continue
+        token = pool.page_keys * column + np.arange(pool.page_keys)
+        held = np.zeros(pool.page_keys, bool)
+        for first, end in cache._held(int(item)):
+            held |= (token >= first) & (token < end)
+        keys, values = pool.keys(int(table[item, column])), pool.values(int(table[item, column]))
+        keys.swapaxes(2, 3)[:, ~held.reshape(-1, 16)] = np.nan
+        values[:, ~held] = np.nan
+        slots += int((~held).sum())
+    return slots
+
+
+def pages_in_use(cache: KVCache) -> int:
+    return cache._pages.pool.counts()[0]
+
+
+def pages_made(cache: KVCache) -> int:
+    return sum(cache._pages.pool.counts())
+
+
+class Model:
+    """The same tokens in plain lists, nothing ever dropped."""
+
+    def __init__(
+        self, batch: int, heads: int, width: int, value_width: int, dtype: Any, window: Any, sinks: int
+    ) -> None:
+        self.k: list[Array] = [np.zeros((heads, 0, width), dtype) for _ in range(batch)]
+        self.v: list[Array] = [np.zeros((heads, 0, value_width), dtype) for _ in range(batch)]
+        self.held_from = [0] * batch
+        self.window, self.sinks, self.heads, self.dtype = window, sinks, heads, dtype
+        self.widths = (width, value_width)
+
+    @classmethod
+    def of(cls, cache: KVCache) -> Model:
+        """An empty one of the same shape."""
+        return cls(cache.batch, cache.kv_heads, cache.head_dim, cache.value_dim, cache.dtype, cache.window, cache.sinks)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [k.shape[1] for k in self.k]
+
+    @property
+    def length(self) -> int:
+        return max(self.lengths, default=0)
+
+    def append(self, k: Array, v: Array, counts: Any = None) -> None:
+        for b in range(len(self.k)):
+            n = k.shape[2] if counts is None else int(counts[b])
+            if n and self.window is not None:
+                self.held_from[b] = max(self.held_from[b], self.lengths[b] - self.window[0])
+            self.k[b] = np.concatenate([self.k[b], k[b, :, :n].astype(self.dtype)], axis=1)
+            self.v[b] = np.concatenate([self.v[b], v[b, :, :n].astype(self.dtype)], axis=1)
+
+    def can_truncate(self, ends: Any) -> bool:
+        return self.window is None or all(
+            end - self.window[0] >= held or held <= self.sinks or end <= self.sinks
+            for end, held in zip(ends, self.held_from, strict=True)
+        )
+
+    def truncate(self, ends: Any) -> None:
+        for b, end in enumerate(ends):
+            self.k[b], self.v[b] = self.k[b][:, :end], self.v[b][:, :end]
+            if end <= self.sinks:
+                self.held_from[b] = 0
+
+    def reorder(self, items: Any) -> None:
+        self.k, self.v = [self.k[i] for i in items], [self.v[i] for i in items]
+        self.held_from = [self.held_from[i] for i in items]
+
+    def copy(self) -> Model:
+        twin = object.__new__(Model)
+        twin.__dict__.update(self.__dict__)
+        twin.k, twin.v, twin.held_from = list(self.k), list(self.v), list(self.held_from)
+        return twin
+
+    def full(self) -> tuple[Array, Array]:
+        """All tokens, zeros after an item's end."""
+        made = []
+        for rows, width in zip((self.k, self.v), self.widths, strict=True):
+            array = np.zeros((len(rows), self.heads, self.length, width), self.dtype)
+            for b, own in enumerate(rows):
+                array[b, :, : own.shape[1]] = own
+            made.append(array)
+        return made[0], made[1]
+
+    def visible(self) -> tuple[Array, Array]:
+        """What keys() and values() must be."""
+        chosen = []
+        for b, n in enumerate(self.lengths):
+            oldest = 0 if self.window is None else max(n - self.window[0] - 1, self.held_from[b])
+            chosen.append([t for t in range(n) if t < self.sinks or t >= oldest])
+        most = max((len(own) for own in chosen), default=0)
+        made = []
+        for rows, width in zip((self.k, self.v), self.widths, strict=True):
+            array = np.zeros((len(rows), self.heads, most, width), self.dtype)
+            for b, own in enumerate(chosen):
+                array[b, :, : len(own)] = rows[b][:, own]
+            made.append(array)
+        return made[0], made[1]
+
+    def seen(self, rows: int, start: Any) -> Array:
+        """(batch, 1, rows, length): what the window and the kept first tokens let a row see, row by row."""
+        seen = np.ones((len(self.k), 1, rows, self.length), bool)
+        if self.window is not None:
+            for b, i in np.ndindex(len(self.k), rows):
+                at = int(start[b]) + i
+                seen[b, 0, i, max(at + 1, 0) :] = False
+                seen[b, 0, i, self.sinks : max(at - self.window[0], self.sinks)] = False
+        return seen
+
+    def attend(self, q: Array, **options: Any) -> Array | AttentionResult:
+        """attention() over all tokens, with the lengths and the window of the cache."""
+        k, v = self.full()
+        valid = np.broadcast_to(options.pop("key_lengths", self.lengths), len(self.k)).astype(np.intp)
+        if not {"causal", "q_start"} & options.keys():
+            options["causal"] = "lower_right"
+        if self.window is not None:
+            start = options["q_start"] if "q_start" in options else valid - q.shape[2]
+            mask = self.seen(q.shape[2], np.broadcast_to(start, len(self.k)))
+            options["mask"] = mask & options["mask"] if "mask" in options else mask
+        return attention(q, k, v, key_lengths=valid, **options)
+
+
+def pair_of(
+    batch: int, heads: int, n: int, width: int, value_width: int | None = None, **kind: Any
+) -> tuple[Array, Array]:
+    seed = kind.pop("seed", 0)
+    k = normal(batch, heads, n, width, seed=2 * seed, **kind)
+    return k, normal(batch, heads, n, width if value_width is None else value_width, seed=2 * seed + 1, **kind)
+
+
+def ragged(dtype: Any = "float32", **options: Any) -> tuple[KVCache, Model]:
+    """300, 17 and 256 tokens in three items, from two appends, and the model of them."""
+    cache = KVCache(BATCH, HEADS, WIDTH, value_dim=VALUE_WIDTH, dtype=dtype, **options)
+    model = Model.of(cache)
+    for seed, counts in enumerate([(40, 17, 200), (260, 0, 56)]):
+        k, v = pair_of(BATCH, HEADS, max(counts), WIDTH, VALUE_WIDTH, dtype=cache.dtype, seed=seed)
+        cache.append(k, v, lengths=counts)
+        model.append(k, v, counts)
+    poison(cache)
+    return cache, model
+
+
+def assert_same(impl: str, found: Any, expected: Any) -> None:
+    """Equal in bits where FMA tiles run; close elsewhere, where no such promise is made."""
+    if isinstance(expected, AttentionResult):
+        for a, b in zip(found, expected, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                assert_same(impl, a, b)
+        return
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    if impl in FMA_ISAS:
+        assert_array_equal(found, expected)
+    else:
+        assert_allclose(found, expected, rtol=1e-5, atol=2e-6)
+
+
+def state_of(cache: KVCache) -> tuple[Any, ...]:
+    """Everything that a failed call must leave alone."""
+    return (
+        repr(cache), cache.lengths.tolist(), cache._held_from.tolist(), cache._pages.table.tolist(),
+        cache.keys().tobytes(), cache.values().tobytes(), cache._pages.pool.counts(),
+    )  # fmt: skip

@@ -1,0 +1,208 @@
+"""KVCache: going back (truncate), branching (fork, reorder, copies) and threads; pages are shared and given back."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+
+import numpy as np
+import pytest
+from cache_helpers import (
+    BATCH,
+    HEADS,
+    LENGTHS,
+    Q_HEADS,
+    VALUE_WIDTH,
+    WIDTH,
+    Model,
+    assert_same,
+    normal,
+    pages_in_use,
+    pages_made,
+    pair_of,
+    poison,
+    ragged,
+    state_of,
+)
+from numpy.testing import assert_array_equal
+
+from attentile import KVCache
+
+ROWS = 5
+
+
+def test_truncate_and_go_on(impl):
+    cache, model = ragged()
+    for ends in [(290, 17, 256), (256, 3, 0), (40, 0, 0), (40, 0, 0)]:
+        cache.truncate(ends)
+        model.truncate(ends)
+        assert cache.lengths.tolist() == list(ends)
+        assert pages_in_use(cache) == sum(-(-n // 256) for n in ends)
+        poison(cache)
+        q = normal(BATCH, Q_HEADS, 2, WIDTH)
+        assert_same(impl, cache.attend(q), model.attend(q))
+        k, v = pair_of(BATCH, HEADS, 20, WIDTH, VALUE_WIDTH)
+        for each in (cache, model):
+            each.append(k, v)
+        poison(cache)
+        assert_same(impl, cache.attend(q), model.attend(q))
+        cache.truncate(ends)
+        model.truncate(ends)
+    cache.truncate(0 * cache.lengths)
+    assert (cache.length, pages_in_use(cache)) == (0, 0)
+
+
+def test_truncate_a_window(impl):
+    cache = KVCache(1, 1, 4, window=(4, 0), sinks=2)
+    model = Model.of(cache)
+    for seed, (n, end) in enumerate(
+        [(20, 20), (5, 20), (3, 22), (1, 22), (300, 200), (50, 2), (9, 8), (600, 0), (3, 3)]
+    ):
+        k, v = pair_of(1, 1, n, 4, seed=seed)
+        q = normal(1, 1, 1, 4, seed=seed)
+        for each in (cache, model):
+            each.append(k, v)
+        assert model.can_truncate([end])
+        cache.truncate(end)
+        model.truncate([end])
+        poison(cache)
+        assert_array_equal(cache.keys(), model.visible()[0])
+        twin, twin_model = cache.fork(), model.copy()
+        for each in (twin, twin_model):
+            each.append(k[:, :, :1], v[:, :, :1])
+        assert_same(impl, twin.attend(q), twin_model.attend(q))
+
+
+def test_truncate_is_refused_where_the_next_row_would_lack_tokens():
+    cache, k = KVCache(1, 1, 4, window=(4, 0), sinks=2), normal(1, 1, 20, 4)
+    cache.append(k, k)
+    cache.append(k[:, :, :3], k[:, :, :3])  # held from 16: rows from 20 on
+    before = state_of(cache)
+    for end in (19, 10, 3):
+        with pytest.raises(
+            ValueError, match=f"cannot go back to {end} tokens; .* before 16, .* from 20 on, or up to 2"
+        ):
+            cache.truncate(end)
+    assert state_of(cache) == before
+    cache.truncate(20)
+    cache.truncate(2)
+    assert_array_equal(cache.keys(), k[:, :, :2])
+
+
+def test_fork_shares_pages_until_one_writes(impl):
+    cache, model = ragged()
+    twin, twin_model = cache.fork(), model.copy()
+    pages = pages_in_use(cache)
+    assert pages == 4
+    assert_array_equal(twin._pages.table, cache._pages.table)
+    for seed, (one, own) in enumerate([(cache, model), (twin, twin_model), (cache, model)]):
+        k, v = pair_of(BATCH, HEADS, 3, WIDTH, VALUE_WIDTH, seed=10 + seed)
+        one.append(k, v)
+        own.append(k, v)
+        poison(cache)
+        poison(twin)
+        for each, expected in ((cache, model), (twin, twin_model)):
+            q = normal(BATCH, Q_HEADS, 3, WIDTH, seed=seed)
+            assert_same(impl, each.attend(q), expected.attend(q))
+            assert_array_equal(each.keys(), expected.visible()[0])
+            assert_array_equal(each.values(), expected.visible()[1])
+    # Item 0 writes into its second page, item 1 into its first, item 2 into a new one: its first stays shared.
+    assert pages_in_use(cache) == 2 * 5 - 2
+    assert cache._pages.table[0, 0] == twin._pages.table[0, 0]
+    assert cache._pages.table[2, 0] == twin._pages.table[2, 0]
+
+
+@pytest.mark.parametrize("cyclic", [False, True])
+def test_a_fork_that_dies_gives_its_pages_back(cyclic):
+    cache, k = KVCache(1, 1, 4), normal(1, 1, 300, 4)
+    cache.append(k, k)
+    twin = cache.fork()
+    twin.append(k, k)
+    assert pages_in_use(cache) == 2 + 2  # one shared, one copied, one of its own
+    if cyclic:
+        twin.itself = twin
+    del twin
+    gc.collect()
+    assert pages_in_use(cache) == 2
+    table, made = cache._pages.table.copy(), pages_made(cache)
+    cache.append(k[:, :, :200], k[:, :, :200])  # nothing is shared any more, so nothing is copied
+    assert_array_equal(cache._pages.table, table)
+    assert pages_made(cache) == made
+
+
+def test_a_fork_outlives_its_origin():
+    cache, k = KVCache(1, 1, 4), normal(1, 1, 300, 4)
+    cache.append(k, k)
+    twin = cache.fork()
+    del cache
+    assert_array_equal(twin.keys(), k)
+    twin.append(k, k)
+    assert pages_in_use(twin) == 3
+    assert_array_equal(twin.keys(), np.concatenate([k, k], axis=2))
+
+
+@pytest.mark.parametrize("beams", [[0, 0, 1, 2, 2], [2, 1, 0], [1], [0, 1, 2], [], [0, 0, 0]])
+def test_reorder(impl, beams):
+    cache, model = ragged()
+    cache.reorder(beams)
+    model.reorder(beams)
+    assert (cache.batch, cache.lengths.tolist()) == (len(beams), [LENGTHS[b] for b in beams])
+    assert pages_in_use(cache) == sum(-(-LENGTHS[b] // 256) for b in set(beams))  # no token was copied
+    for seed in range(3):
+        k, v = pair_of(len(beams), HEADS, 1, WIDTH, VALUE_WIDTH, seed=seed)
+        for each in (cache, model):
+            each.append(k, v)
+        poison(cache)
+        q = normal(len(beams), Q_HEADS, 2, WIDTH)
+        assert_same(impl, cache.attend(q), model.attend(q))
+        assert_array_equal(cache.values(), model.visible()[1])
+
+
+def test_beams_of_a_full_batch_need_no_more_pages():
+    cache, k = KVCache(3, 1, 4, 64), normal(3, 1, 20, 4)
+    cache.append(k, k)
+    for beams in ([0, 0, 0], [1, 1, 2], [2, 2, 2]):
+        cache.reorder(beams)
+        cache.append(k[:, :, :1], k[:, :, :1])
+        assert (pages_in_use(cache), pages_made(cache)) == (3, 3)
+    assert_array_equal(cache.keys()[:, :, -1], k[:, :, 0])
+
+
+@pytest.mark.parametrize("way", ["copy", "deepcopy", "pickle"])
+def test_copies_are_independent(way):
+    cache, _ = ragged(window=(20, 0), sinks=3)
+    twin = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda c: pickle.loads(pickle.dumps(c))}[way](cache)
+    before, tokens = state_of(cache)[:-1], cache.keys()
+    assert_array_equal(twin.keys(), tokens)
+    k, v = pair_of(BATCH, HEADS, 30, WIDTH, VALUE_WIDTH)
+    twin.append(k, v)
+    assert state_of(cache)[:-1] == before
+    assert_array_equal(twin.keys()[0, :, 3:], k[0, :, -21:])
+
+
+def test_threads_attend_together_and_change_their_forks(impl):
+    cache, model = ragged()
+    q = normal(BATCH, Q_HEADS, ROWS, WIDTH)
+    expected, failed = cache.attend(q), []
+
+    def work(seed: int) -> None:
+        try:
+            own, own_model = cache.fork(), model.copy()
+            for step in range(20):
+                assert_array_equal(cache.attend(q), expected)
+                k, v = pair_of(BATCH, HEADS, 30, WIDTH, VALUE_WIDTH, seed=100 * seed + step)
+                own.append(k, v)
+                own_model.append(k, v)
+            assert_array_equal(own.values(), own_model.visible()[1])
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert pages_in_use(cache) == 4
