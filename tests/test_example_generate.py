@@ -12,6 +12,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +89,16 @@ def test_logits(model):
     assert_allclose(model.logits(IDS[4:5], caches), expected[4], **CLOSE)
     assert_allclose(model.logits(IDS[5:], caches), expected[-1], **CLOSE)
     assert [cache.length for cache in caches] == [8, 8]
-    assert all(cache.seconds > 0 for cache in caches)
     assert np.ptp(expected[-1]) > 1
+
+
+def test_a_cache_adds_up_its_time():
+    cache = smollm2.TimedCache(1, 1, 2)
+    x = np.ones((1, 1, 3, 2), np.float32)
+    cache.append(x, x)
+    appended = cache.seconds
+    assert_array_equal(cache.attend(x), x)
+    assert 0 < appended < cache.seconds
 
 
 def test_a_model_with_an_output_of_its_own():
@@ -198,6 +207,11 @@ def test_an_answer_goes_to_stdout_and_times_to_stderr(monkeypatch, capsys):
     assert len(times) == 3
     assert all(line.startswith(f"{len(ids)} tokens read, first token after ") for line in times)
     assert ["attention and cache" in line for line in times] == [False, True, True]
+
+
+def test_the_tokens_that_end_an_answer():
+    assert generate.stop_tokens(smollm2.Tokenizer(TOKENS, MERGES, range(3), 0)) == {0, 2}
+    assert generate.stop_tokens(smollm2.Tokenizer(TOKENS, MERGES, [1, 2], 0)) == {2}
 
 
 def test_a_seed_on_the_command_line(monkeypatch, capsys):
@@ -310,6 +324,8 @@ def test_layer_times(monkeypatch, capsys):
     metadata, weights = tiny()
     monkeypatch.setattr(layer_times, "explain_missing", lambda program, path: None)
     monkeypatch.setattr(layer_times, "read_gguf", lambda path: (metadata, weights))
+    whole = layer_times.whole
+    monkeypatch.setattr(layer_times, "whole", lambda *shape: lambda: (whole(*shape)(), time.sleep(0.03)))
     assert layer_times.main(["--contexts", "3", "20", "--repeats", "2"]) == 0
     decode, prompt = capsys.readouterr().out.strip().split("\n\n")
     for table, title in ((decode, "one token after"), (prompt, "a prompt of")):
@@ -321,6 +337,8 @@ def test_layer_times(monkeypatch, capsys):
         assert shown[-2:] == ["not in a part", "the model"]
         columns = np.array([[float(row.split()[-4]), float(row.split()[-2])] for row in rows])
         assert (columns[:-2] >= 0).all()
+        assert (columns[-1] >= 30).all()
+        assert (columns[-1] != 1000).all()
         assert_allclose(columns[:-1].sum(axis=0), columns[-1], rtol=0, atol=0.01 * len(columns))
 
 

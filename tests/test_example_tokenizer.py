@@ -35,6 +35,7 @@ def test_every_byte_has_a_printable_character_of_its_own():
         ("hello world", ["hello", " world"]),
         ("  two  blanks ", [" ", " two", " ", " blanks", " "]),
         ("it's we'll I'D 'sure", ["it", "'s", " we", "'ll", " I", "'", "D", " '", "sure"]),
+        ("'t're've'm'd've", ["'t", "'re", "'ve", "'m", "'d", "'ve"]),
         ("a 12.5%", ["a", " ", "1", "2", ".", "5", "%"]),
         ("x  7", ["x", "  ", "7"]),
         ("x²½Ⅷ 一二", ["x", "²", "½", "Ⅷ", " 一二"]),
@@ -76,6 +77,8 @@ def test_control_tokens_are_not_read_from_text(tokenizer):
     ids = tokenizer.encode("<|im_end|>")
     assert min(ids) > 2
     assert tokenizer.decode(ids) == "<|im_end|>"
+    merged = smollm2.Tokenizer([*BYTES, "aa"], ["a a"], [256], 0)
+    assert 256 not in merged.encode("aa")
 
 
 def test_chat(tokenizer):

@@ -213,17 +213,24 @@ def test_cache_of_one_item_takes_two_axes():
 
 @pytest.mark.parametrize("turns", ["the layer", "the cache"])
 def test_ragged_items(turns):
-    w, lengths = make(kv_heads=2), np.array([5, 2, 4])
+    w = make(kv_heads=2)
     layer = w.layer(rotary={} if turns == "the layer" else None)
     cache = cache_for(layer, 3, rotary={} if turns == "the cache" else None)
-    x, more = normal(3, 5, 12), normal(3, 1, 12, seed=1)
-    prompt = layer(x, cache=cache, lengths=lengths)
-    step = layer(more, cache=cache)
-    for item, n in enumerate(lengths):
-        whole = np.concatenate([x[item, :n], more[item]])
-        expected = oracle(w, whole, rotary={}, allowed=np.tri(n + 1, dtype=bool))
-        assert_allclose(prompt[item, :n], expected[:n], **CLOSE64)
-        assert_allclose(step[item], expected[n:], **CLOSE64)
+    rows: list[list[Array]] = [[], [], []]  # of each item, as they came in
+    found: list[list[Array]] = [[], [], []]
+    for seed, lengths in enumerate([(5, 2, 4), (3, 1, 0), (1, 1, 1), (0, 4, 2)]):
+        x = normal(3, max(lengths), 12, seed=seed)
+        given = x.copy()
+        for item, n in enumerate(lengths):
+            given[item, n:] = np.nan  # padding is never used
+        out = layer(given, cache=cache, lengths=None if seed == 2 else lengths)
+        for item, n in enumerate(lengths):
+            rows[item].append(x[item, :n])
+            found[item].append(out[item, :n])
+    for item in range(3):
+        whole = np.concatenate(rows[item])
+        expected = oracle(w, whole, rotary={}, allowed=np.tri(len(whole), dtype=bool))
+        assert_allclose(np.concatenate(found[item]), expected, **CLOSE64)
 
 
 def test_cache_takes_options_of_attention():
