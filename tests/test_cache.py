@@ -245,13 +245,15 @@ def test_with_a_capacity_nothing_is_allocated_later(capacity, options):
     assert pages_made(cache) == made
 
 
-def test_a_window_uses_its_pages_again():
-    cache, k = KVCache(1, 1, 4, window=(300, 0), sinks=4), normal(1, 1, 1, 4)
-    for _ in range(6000):
+@pytest.mark.parametrize(("left", "sinks", "most"), [(300, 4, 4), (256, 0, 2), (0, 1, 2)])
+def test_a_window_uses_its_pages_again(left, sinks, most):
+    cache, k = KVCache(1, 1, 4, window=(left, 0), sinks=sinks), normal(1, 1, 1, 4)
+    for t in range(1200):
         cache.append(k, k)
-    assert pages_in_use(cache) == 3  # the first tokens; 301 tokens in two pages
-    assert pages_made(cache) <= 4
-    assert cache.keys().shape == (1, 1, 305, 4)
+        held = {j // 256 for j in (*range(min(sinks, t + 1)), *range(max(t - left, 0), t + 1))}
+        assert pages_in_use(cache) == len(held)
+        assert pages_made(cache) <= most  # a page that is given up is the next one to be taken
+    assert cache.keys().shape == (1, 1, sinks + left + 1, 4)
 
 
 def test_a_failed_allocation_changes_nothing(monkeypatch):

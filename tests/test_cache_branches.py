@@ -91,6 +91,25 @@ def test_truncate_is_refused_where_the_next_row_would_lack_tokens():
     assert_array_equal(cache.keys(), k[:, :, :2])
 
 
+@pytest.mark.parametrize("sinks", [0, 3])
+@pytest.mark.parametrize("n", [1, 20, 255, 256, 257])
+def test_truncate_to_where_the_window_holds_nothing(impl, n, sinks):
+    cache = KVCache(1, 1, 4, window=(0, 0), sinks=sinks)
+    model, k = Model.of(cache), normal(1, 1, n, 4)
+    for tokens in (k, k[:, :, :1]):
+        for each in (cache, model):
+            each.append(tokens, tokens)
+    cache.truncate(n)
+    model.truncate([n])
+    assert cache.keys().shape[2] == min(n, sinks)
+    assert pages_in_use(cache) == (min(n, sinks) > 0)
+    for each in (cache, model):
+        each.append(k, k)
+    poison(cache)
+    q = normal(1, 2, n, 4)
+    assert_same(impl, cache.attend(q), model.attend(q))
+
+
 def test_fork_shares_pages_until_one_writes(impl):
     cache, model = ragged()
     twin, twin_model = cache.fork(), model.copy()

@@ -12,9 +12,10 @@ import pytest
 from oracle import allowed_keys
 
 from attentile import attention, config, draw_mask, explain, relative_bias, use_backend
-from attentile.explain import LANES, VECTORS
 
 RNG = np.random.default_rng(70)
+# Per vector (float32, float64), and vectors per block.
+LANES, VECTORS = {"avx512": (16, 8), "avx2": (8, 4), "neon": (4, 2), "generic": (4, 2)}, 3
 
 
 def arrays(queries=300, keys=700, heads=4, kv_heads=2, width=8, dtype=np.float32):
@@ -87,46 +88,54 @@ def test_chunks_and_pairs_against_brute_force(impl, name):
 
 
 def test_executed_flops_of_small_cases(compiled):
-    lanes = LANES[compiled][0]
     q, k, v = (np.zeros((1, 1, n, 8), np.float32) for n in (1, 300, 300))
-    per_key = 2 * lanes * 16
+    per_key = 2 * 16
     assert explain(q, k, v).executed_flops == 300 * per_key
     # From the word that 40 is in, to the last key; and with a hole: values run over it, scores do not.
     assert explain(q, k, v, q_start=100, window=(60, 0), causal=True).executed_flops == (101 - 32) * per_key
     mask = np.zeros(300, bool)
     mask[[5, 100]] = True
-    assert explain(q, k, v, mask=mask).executed_flops == 2 * lanes * 8 * (64 + 128)
+    assert explain(q, k, v, mask=mask).executed_flops == 2 * 8 * (64 + 128)
+    lanes = LANES[compiled][0]
+    whole = -(-40 // lanes) * lanes
+    assert explain(np.zeros((1, 1, 40, 8), np.float32), k, v).executed_flops == 300 * whole * per_key
 
 
-def test_lanes_mirror_the_kernels(compiled):
+def test_lanes_are_those_of_the_kernels(compiled):
     core = config.core()
     chains = 12  # AT_PEAK_CHAINS
     for isa, there in core.isas().items():
         if there:
             with use_backend("compiled", isa):
-                assert tuple(core.fma_rounds(size, 1) / (2 * chains) for size in (4, 8)) == LANES[isa]
+                found = [explain(*arrays(dtype=dtype)).lanes for dtype in (np.float32, np.float64)]
+                assert tuple(core.fma_rounds(size, 1) / (2 * chains) for size in (4, 8)) == LANES[isa] == tuple(found)
 
 
 def test_threads_and_tasks(compiled):
-    q = np.zeros((1, 1, 48, 64), np.float32)
+    q = np.zeros((1, 4, 48, 64), np.float32)
     small = explain(q, q, q, num_threads=2)
     assert small.threads == 1
-    assert "1 of 2 threads: under 4e+06 FLOP" in small.notes
+    assert "1 of 2 threads: too little work for another" in small.notes
     x = np.zeros((2, 4, 512, 64), np.float32)
     assert explain(x, x, x, num_threads=2).threads == 2
     one = explain(x[:1, :1, :1], np.zeros((1, 1, 60_000, 64), np.float32), np.zeros((1, 1, 60_000, 64), np.float32),
                   num_threads=2)  # fmt: skip
-    assert (one.tasks, one.threads) == (1, 1)
-    assert "1 of 2 threads: 1 tasks" in one.notes
+    assert (one.tasks, one.threads) == (8, 2)  # threads share the keys of the one head
+    rows = explain(np.zeros((1, 1, 100, 64), np.float32), *np.zeros((2, 1, 1, 3000, 64), np.float32), num_threads=8)
+    assert (rows.tasks, rows.threads) == (3, 3) or rows.lanes < 16
+    assert f"{rows.threads} of 8 threads: {rows.tasks} tasks" in rows.notes
 
 
-def test_one_row_uses_one_lane(compiled):
+def test_one_row_has_tiles_of_its_own_but_for_weights(compiled):
     x = np.zeros((1, 2, 40, 8), np.float32)
     found = explain(x[:, :, :1], x, x)
+    assert found.few
+    assert found.lane_use == 1
+    assert f"vectors of {found.lanes} keys" in str(found)
+    found = explain(x[:, :, :1], x, x, return_weights=True)
+    assert not found.few
     assert found.lane_use == 1 / found.lanes
     assert any(note == f"L = 1: one lane is used of a vector of {found.lanes}" for note in found.notes)
-    grouped = explain(np.zeros((1, 6, 1, 8), np.float32), x, x)
-    assert grouped.lane_use == 3 / grouped.lanes or grouped.lanes < 16
 
 
 def test_output_bytes():

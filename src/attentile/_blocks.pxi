@@ -6,6 +6,7 @@ cdef enum:
     TASK_ROWS = 192                             # rows that share it if there are tasks enough for all threads
     WORDS = AT_CHUNK // AT_WORD
     TASKS_PER_THREAD = 8                        # fewer blocks per task rather than fewer tasks than this
+    FEW_TASKS_PER_THREAD = 4                    # few rows: heads are shared among threads below this
     NONE = 0                                    # kinds of a mask word over the rows of a block
     MIXED = 1
     ALL = 2
@@ -14,8 +15,11 @@ cdef double LOG2E = 1.4426950408889634074
 cdef double LN2 = 0.69314718055994530942
 # Smaller arrays are taken to be in the caches already, where fetching ahead only costs (about 1 % of the pass).
 cdef Py_ssize_t FETCH_BYTES = 4 << 20
-# Below this many FLOPs (about 40 us of one core) waking a second thread costs more than it gives.
+cdef Py_ssize_t FEW_FETCH_BYTES = 12 << 20      # a single reading, from L3 as fast as fetched: 82 against 72 GB/s
+# Below this much work (about 40 us of one core) waking a second thread costs more than it gives. Few rows take their time for
+# reading keys and values.
 cdef double SERIAL_FLOPS = 4e6
+cdef double SERIAL_BYTES = 2e6
 
 cdef struct Strided:
     char *data                                  # element [0, 0, 0, 0]; NULL if the array is not there
@@ -39,6 +43,18 @@ cdef struct Job:
     Py_ssize_t block_rows, blocks_per_task, tasks_per_head, tasks
     char *scratch
     Py_ssize_t scratch_per_slot, block_bytes
+    # A cache: the keys of each chunk as panels on a page, whose values lie value_offset bytes after its start.
+    Py_ssize_t key_step                         # elements between the widths of a key: 1, in panels AT_PANEL
+    const Py_ssize_t *pages                     # [batch][chunk] address of the page; NULL: k and v are arrays
+    Py_ssize_t pages_batch, value_offset
+    Py_ssize_t kept                             # every row sees the first `kept` keys, whatever its lo (not its hi)
+    # Few rows (_few.pxi)
+    bint few                                    # all rows of a head are one block for the tiles with lanes = keys
+    Py_ssize_t few_pitch                        # elements of a row of values in scratch
+    Py_ssize_t heads_per_task                   # neighbours that a task takes one after the other,
+    Py_ssize_t parts                            #   or tasks that share the chunks of one head,
+    char *partials                              #   which leave [head][chunk] partial results here
+    Py_ssize_t partial_bytes, partials_per_head
 
 # One block of rows during a task. All buffers lie in the slot's scratch; pitch = vectors * lanes.
 cdef struct Block:
@@ -47,6 +63,7 @@ cdef struct Block:
     bint first                                  # no chunk was visited yet: ot holds nothing
     bint excludes                               # some visited key was excluded for some row
     Py_ssize_t lo, hi, all_lo, all_hi           # seen by some row: [lo, hi); by all rows: [all_lo, all_hi)
+    Py_ssize_t gap_end                          # seen by none: [job.kept, gap_end)
     char *qt
     char *ot
     char *m
@@ -76,6 +93,9 @@ cdef struct Shared:
     int kinds[WORDS]
     at_ahead ahead[3]                           # what the next scores fetch meanwhile
     int n_ahead
+    char *panels                                # few rows: AT_FEW_KEYS keys,
+    char *sum                                   #   [pitch] sums of the weights of a chunk
+    char *values                                #   [row][few_pitch] and values of a chunk
 
 
 cdef inline Py_ssize_t aligned(Py_ssize_t nbytes) noexcept nogil:
@@ -104,6 +124,19 @@ cdef inline void fill_reals(char *p, size_t itemsize, Py_ssize_t n, double x) no
         set_real(p + i * <Py_ssize_t> itemsize, itemsize, x)
 
 
+cdef inline const char *key_chunk(const Job *job, Py_ssize_t b, Py_ssize_t head, Py_ssize_t c) noexcept nogil:
+    """The first key of a chunk, of which job.k.row bytes further is the next (of panels: 16 of them the next panel)."""
+    if job.pages == NULL:
+        return job.k.data + b * job.k.batch + head * job.k.head + c * AT_CHUNK * job.k.row
+    return <const char *> job.pages[b * job.pages_batch + c] + head * job.k.head
+
+
+cdef inline const char *value_chunk(const Job *job, Py_ssize_t b, Py_ssize_t head, Py_ssize_t c) noexcept nogil:
+    if job.pages == NULL:
+        return job.v.data + b * job.v.batch + head * job.v.head + c * AT_CHUNK * job.v.row
+    return <const char *> job.pages[b * job.pages_batch + c] + job.value_offset + head * job.v.head
+
+
 cdef inline char *at(const Strided *a, Py_ssize_t b, Py_ssize_t h, Py_ssize_t i) noexcept nogil:
     return a.data + b * a.batch + h * a.head + i * a.row
 
@@ -111,32 +144,67 @@ cdef inline char *at(const Strided *a, Py_ssize_t b, Py_ssize_t h, Py_ssize_t i)
 # ---------------------------------------------------------------------------------------------------------------
 # Division of work and scratch
 # ---------------------------------------------------------------------------------------------------------------
-cdef void divide(Job *job, int threads) noexcept nogil:
-    """Sets the block and task sizes: TASK_ROWS rows share a visit of a chunk unless threads would be short of tasks."""
+cdef int divide(Job *job, int threads) noexcept nogil:
+    """Sets the block and task sizes and returns the number of threads that work.
+
+    TASK_ROWS rows share a visit of a chunk unless threads would be short of tasks.
+    """
     cdef Py_ssize_t rows = job.group * job.queries, heads = job.batch * job.kv_heads, blocks, share
+    cdef double scores = <double> heads * <double> rows * <double> job.keys, widths = job.width + job.value_width
+    if 2 * scores * widths < SERIAL_FLOPS and scores / rows * widths * job.tiles.itemsize < SERIAL_BYTES:
+        threads = 1
     job.block_rows = job.tiles.max_vectors * job.tiles.lanes
-    blocks = (rows + job.block_rows - 1) // job.block_rows
-    share = min(<Py_ssize_t> MAX_BLOCKS, (TASK_ROWS + job.block_rows - 1) // job.block_rows)
-    if threads > 1:
-        share = max(<Py_ssize_t> 1, min(share, heads * blocks // (TASKS_PER_THREAD * threads)))
-    job.tasks_per_head = (blocks + share - 1) // share
-    job.blocks_per_task = (blocks + job.tasks_per_head - 1) // job.tasks_per_head
-    job.tasks_per_head = (blocks + job.blocks_per_task - 1) // job.blocks_per_task
-    job.tasks = heads * job.tasks_per_head
+    choose_few(job, rows, heads, threads)
+    if not job.few:
+        blocks = (rows + job.block_rows - 1) // job.block_rows
+        share = min(<Py_ssize_t> MAX_BLOCKS, (TASK_ROWS + job.block_rows - 1) // job.block_rows)
+        if threads > 1:
+            share = max(<Py_ssize_t> 1, min(share, heads * blocks // (TASKS_PER_THREAD * threads)))
+        job.tasks_per_head = (blocks + share - 1) // share
+        job.blocks_per_task = (blocks + job.tasks_per_head - 1) // job.tasks_per_head
+        job.tasks_per_head = (blocks + job.blocks_per_task - 1) // job.blocks_per_task
+        job.tasks = heads * job.tasks_per_head
+    return <int> min(<Py_ssize_t> threads, job.tasks)
+
+
+cdef void choose_few(Job *job, Py_ssize_t rows, Py_ssize_t heads, int threads) noexcept nogil:
+    """Whether the tiles for few rows are the faster ones, and how their work is divided.
+
+    They take rows / lanes of the FMAs of a full vector, and transposes beside, so they pay up to 3/4 of a vector; and
+    they can share the keys of a head among threads, which pays for more rows if there are too few heads.
+    """
+    cdef Py_ssize_t tiled = (rows + job.block_rows - 1) // job.block_rows * heads, chunks = chunks_before(job.keys)
+    job.few = (job.weights.data == NULL and not job.filling and rows <= AT_MAX_ROWS
+               and (4 * rows <= 3 * job.tiles.lanes or (tiled < threads and chunks > 1)))
+    if not job.few:
+        return
+    job.block_rows, job.blocks_per_task = rows, 1
+    job.few_pitch = (job.value_width + AT_PANEL - 1) // AT_PANEL * AT_PANEL
+    job.parts, job.heads_per_task = 1, max(<Py_ssize_t> 1, heads // (TASKS_PER_THREAD * threads))
+    if heads < FEW_TASKS_PER_THREAD * threads and threads > 1:
+        job.parts = min(chunks, (FEW_TASKS_PER_THREAD * threads + heads - 1) // heads)
+    job.tasks = (heads + job.heads_per_task - 1) // job.heads_per_task * job.parts
 
 
 cdef void size_scratch(Job *job) noexcept nogil:
-    """The bytes are handed out by open_shared and open_block."""
-    cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, rows = min(job.block_rows, max_pitch(job))
+    """The bytes are handed out by open_shared and open_block; partial results lie behind the slots."""
+    cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, rows = largest_pitch(job)
     cdef Py_ssize_t chunks = chunks_before(job.keys) if job.weights.data != NULL else 0
-    job.block_bytes = (aligned(sizeof(Block)) + aligned(rows * job.width * item)
-                       + aligned(rows * job.value_width * item) + (4 + chunks) * aligned(rows * item))
+    cdef Py_ssize_t values = aligned(max(rows * job.value_width, job.block_rows * job.few_pitch) * item)
+    job.block_bytes = (aligned(sizeof(Block)) + aligned(rows * job.width * item) + values
+                       + (4 + chunks) * aligned(rows * item))
     job.scratch_per_slot = (aligned(sizeof(Shared)) + aligned(AT_CHUNK * rows * item) + 4 * aligned(rows * item)
                             + aligned(WORDS * rows * sizeof(uint32_t)) + job.blocks_per_task * job.block_bytes)
+    if job.few:
+        job.scratch_per_slot += (aligned(AT_FEW_KEYS * job.width * item) + aligned(rows * item)
+                                 + aligned(job.block_rows * job.few_pitch * item))
+        job.partial_bytes = AT_ALIGN + 2 * aligned(rows * item) + aligned(job.block_rows * job.few_pitch * item)
+        job.partials_per_head = chunks_before(job.keys) if job.parts > 1 else 0
 
 
-cdef inline Py_ssize_t max_pitch(const Job *job) noexcept nogil:
-    cdef Py_ssize_t rows = job.group * job.queries
+cdef inline Py_ssize_t largest_pitch(const Job *job) noexcept nogil:
+    """Rows of the largest block, in whole vectors."""
+    cdef Py_ssize_t rows = min(job.block_rows, job.group * job.queries)
     return (rows + job.tiles.lanes - 1) // job.tiles.lanes * job.tiles.lanes
 
 
@@ -169,6 +237,7 @@ cdef void point_rows(const Job *job, const char **rows, const Strided *array, Py
 cdef void find_intervals(const Job *job, Block *block, Py_ssize_t b, Py_ssize_t i) noexcept nogil:
     """Which keys the rows may see by lo and hi: each, any and all of them. i: query of row 0."""
     cdef Py_ssize_t r
+    cdef bint some_kept = False
     block.lo, block.hi, block.all_lo, block.all_hi = 0, job.keys, 0, job.keys
     if job.lo == NULL:
         for r in range(block.n_rows):
@@ -183,7 +252,13 @@ cdef void find_intervals(const Job *job, Block *block, Py_ssize_t b, Py_ssize_t 
         if block.row_lo[r] < block.row_hi[r]:
             block.lo = min(block.lo, block.row_lo[r])
             block.hi = max(block.hi, block.row_hi[r])
+        if job.kept > 0 and block.row_hi[r] > 0:
+            block.hi = max(block.hi, min(job.kept, block.row_hi[r]))
+            some_kept = True
         i = i + 1 if i + 1 < job.queries else 0
+    block.gap_end = block.lo
+    if some_kept:
+        block.lo = 0
 
 
 cdef void find_head_scalars(const Job *job, Block *block, Py_ssize_t b, Py_ssize_t head, Py_ssize_t i) noexcept nogil:
@@ -212,7 +287,7 @@ cdef void open_block(const Job *job, Block *block, char *free_bytes, Py_ssize_t 
     block.vectors = <int> ((block.n_rows + job.tiles.lanes - 1) // job.tiles.lanes)
     block.pitch = block.vectors * job.tiles.lanes
     block.qt = take(&free_bytes, block.pitch * job.width * item)
-    block.ot = take(&free_bytes, block.pitch * job.value_width * item)
+    block.ot = take(&free_bytes, max(block.pitch * job.value_width, block.n_rows * job.few_pitch) * item)
     block.m = take(&free_bytes, block.pitch * item)
     block.l = take(&free_bytes, block.pitch * item)
     block.slope = take(&free_bytes, block.pitch * item)
@@ -266,7 +341,8 @@ cdef void build_words(const Job *job, Block *block, Shared *shared, Py_ssize_t c
         for r in range(block.n_rows):
             word = full if job.mask.data == NULL else row[r]
             if job.lo != NULL:
-                word &= interval_word(block.row_lo[r] - chunk - w * AT_WORD, block.row_hi[r] - chunk - w * AT_WORD)
+                word &= (interval_word(block.row_lo[r] - chunk - w * AT_WORD, block.row_hi[r] - chunk - w * AT_WORD)
+                         | interval_word(0, min(job.kept, block.row_hi[r]) - chunk - w * AT_WORD))
             row[r] = word
             some |= word
             every &= word
@@ -276,7 +352,7 @@ cdef void build_words(const Job *job, Block *block, Shared *shared, Py_ssize_t c
 
 cdef Shared *open_shared(const Job *job, char **free_bytes) noexcept nogil:
     """What the blocks of a task share, from the start of the slot's scratch."""
-    cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, rows = min(job.block_rows, max_pitch(job))
+    cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, rows = largest_pitch(job)
     cdef Shared *shared = <Shared *> take(free_bytes, sizeof(Shared))
     shared.st = take(free_bytes, AT_CHUNK * rows * item)
     shared.top = take(free_bytes, rows * item)
@@ -285,4 +361,9 @@ cdef Shared *open_shared(const Job *job, char **free_bytes) noexcept nogil:
     shared.beta = take(free_bytes, rows * item)
     shared.words = <uint32_t *> take(free_bytes, WORDS * rows * sizeof(uint32_t))
     fill_reals(shared.unused, item, rows, 0)
+    if job.few:
+        shared.panels = take(free_bytes, AT_FEW_KEYS * job.width * item)
+        shared.sum = take(free_bytes, rows * item)
+        shared.values = take(free_bytes, job.block_rows * job.few_pitch * item)
+        fill_reals(shared.sum, item, rows, 0)       # lanes that are no rows
     return shared

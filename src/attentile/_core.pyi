@@ -18,6 +18,25 @@ def stats(
     top_keys: NDArray[Any] | None = None, rows: NDArray[Any] | None = None, chosen: NDArray[Any] | None = None,
 ) -> None: ...  # fmt: skip
 def attend_plain(q: object, k: object, v: object, scale: object, threads: int) -> NDArray[Any] | None: ...
+def store_tokens(
+    k: NDArray[Any], v: NDArray[Any], shape: tuple[int, int, int, int], table: NDArray[Any], starts: NDArray[Any],
+    counts: NDArray[Any],
+) -> None: ...  # fmt: skip
+def append_tokens(
+    k: object, v: object, shape: tuple[int, int, int, int], table: NDArray[Any], lengths: NDArray[Any],
+    writable: NDArray[Any], dtype: object,
+) -> bool: ...  # fmt: skip
+def attend_pages(
+    q: NDArray[Any], shape: tuple[int, int, int, int], table: NDArray[Any], keys: int, kept: int, out: NDArray[Any],
+    scale: float, threads: int, *, mask: NDArray[Any] | None = None, bias: NDArray[Any] | None = None,
+    lo: NDArray[Any] | None = None, hi: NDArray[Any] | None = None, lse: NDArray[Any] | None = None,
+    weights: NDArray[Any] | None = None, softcap: float = 0, sinks: NDArray[Any] | None = None,
+    slopes: NDArray[Any] | None = None, start: NDArray[Any] | None = None,
+) -> None: ...  # fmt: skip
+def attend_last(
+    q: object, shape: tuple[int, int, int, int], table: NDArray[Any], lengths: NDArray[Any], threads: int,
+    dtype: object,
+) -> NDArray[Any] | None: ...  # fmt: skip
 def encode(out: NDArray[Any], first_position: float, ratio_high: float, ratio_low: float) -> None: ...
 def rotate(
     x: NDArray[Any], y: NDArray[Any], pairs: int, neighbours: bool, positions: NDArray[Any] | None, first: int,
@@ -28,5 +47,9 @@ def isas() -> dict[str, bool]: ...
 def set_isa(name: str) -> None: ...
 def get_isa() -> str: ...
 def fma_rounds(itemsize: int, rounds: int) -> float: ...
+def plan(
+    batch: int, heads: int, kv_heads: int, queries: int, keys: int, width: int, value_width: int, itemsize: int,
+    threads: int, weights: bool, filling: bool,
+) -> dict[str, Any]: ...  # fmt: skip
 def compiler() -> str: ...
 def pool_workers() -> int: ...

@@ -6,14 +6,15 @@ from libc.math cimport INFINITY, NAN, exp2, isfinite, log2, sqrt
 from libc.stdint cimport int64_t, uint32_t
 from libc.string cimport memcpy, memset
 
-from ._kernels cimport (AT_ALIGN, AT_ANGLE_BLOCK, AT_CHUNK, AT_MAX_ROWS, AT_PEAK_CHAINS, AT_WORD, at_ahead,
-                        at_angles, at_encode, at_encode_scratch, at_isa, at_isa_at, at_isa_count, at_isa_supported, at_mask_words,
-                        at_pool_run, at_pool_workers, at_rotary_rows, at_scratch, at_tiles)
+from ._kernels cimport (AT_ALIGN, AT_ANGLE_BLOCK, AT_CHUNK, AT_FEW_KEYS, AT_MAX_ROWS, AT_PANEL, AT_PEAK_CHAINS, AT_WORD,
+                        at_ahead, at_angles, at_encode, at_encode_scratch, at_isa, at_isa_at, at_isa_count,
+                        at_isa_supported, at_mask_words, at_pool_run, at_pool_workers, at_rotary_rows, at_scratch, at_tiles)
 
 import numpy
 
 include "_blocks.pxi"
 include "_pass.pxi"
+include "_few.pxi"
 include "_stats.pxi"
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -54,41 +55,52 @@ cdef inline void bind_rows(Strided *to, const void *data, Py_ssize_t *strides) n
 
 cdef int run_job(Job *job, double scale, int threads) except -1 nogil:
     """Divides the work, finds scratch for it, runs it."""
-    cdef double flops = (2.0 * <double> (job.batch * job.kv_heads * job.group) * <double> job.queries
-                         * <double> job.keys * <double> (job.width + job.value_width))
-    if flops < SERIAL_FLOPS:
-        threads = 1
-    job.fetch = ((job.group * job.queries + job.keys) * job.batch * job.kv_heads * (job.width + job.value_width)
-                 * <Py_ssize_t> job.tiles.itemsize > FETCH_BYTES)
+    cdef Py_ssize_t heads = job.batch * job.kv_heads, rows = job.group * job.queries, nbytes
     job.factor = scale * LOG2E
-    divide(job, threads)
-    threads = <int> min(<Py_ssize_t> threads, job.tasks)
+    threads = divide(job, threads)
+    job.fetch = ((rows + job.keys) * heads * (job.width + job.value_width) * <Py_ssize_t> job.tiles.itemsize
+                 > (FEW_FETCH_BYTES if job.few else FETCH_BYTES))
     size_scratch(job)
-    job.scratch = <char *> at_scratch(threads * job.scratch_per_slot)
+    nbytes = threads * job.scratch_per_slot + heads * job.partials_per_head * job.partial_bytes
+    job.scratch = <char *> at_scratch(nbytes)
     if job.scratch == NULL:
         with gil:
-            raise MemoryError(f"attentile: no memory for {threads * job.scratch_per_slot} bytes of scratch")
-    at_pool_run(attend_task, job, job.tasks, threads)
+            raise MemoryError(f"attentile: no memory for {nbytes} bytes of scratch")
+    if not job.few:
+        at_pool_run(attend_task, job, job.tasks, threads)
+        return 0
+    job.partials = job.scratch + threads * job.scratch_per_slot
+    at_pool_run(few_task, job, job.tasks, threads)
+    if job.parts > 1:                           # a few microseconds even for long caches
+        at_pool_run(merge_task, job, heads, 1)
     return 0
 
 
 cdef inline void start_job(Job *job, size_t itemsize, const void *q, Py_ssize_t *q_shape, Py_ssize_t *q_strides,
-                           const void *k, Py_ssize_t *k_shape, Py_ssize_t *k_strides) noexcept nogil:
-    """A job with queries, keys and nothing else."""
+                           Py_ssize_t kv_heads, Py_ssize_t keys) noexcept nogil:
+    """A job with queries, the number of keys and nothing else."""
     memset(job, 0, sizeof(Job))
     job.tiles = active.f32 if itemsize == sizeof(float) else active.f64
-    job.batch, job.kv_heads, job.group = q_shape[0], k_shape[1], q_shape[1] // k_shape[1]
-    job.queries, job.keys, job.width = q_shape[2], k_shape[2], q_shape[3]
+    job.batch, job.kv_heads, job.group = q_shape[0], kv_heads, q_shape[1] // kv_heads
+    job.queries, job.keys, job.width = q_shape[2], keys, q_shape[3]
     job.fill = -INFINITY
+    job.key_step = 1
     bind(&job.q, q, q_strides)
-    bind(&job.k, k, k_strides)
 
 
 cdef int describe(Job *job, const real[:, :, :, :] q, const real[:, :, :, :] k, const unsigned char[:, :, :, :] mask,
                   const real[:, :, :, :] bias, const Py_ssize_t[:, ::1] lo, const Py_ssize_t[:, ::1] hi, double softcap,
                   const double[::1] slopes, const Py_ssize_t[::1] start) except -1:
-    """Everything that decides the scores."""
-    start_job(job, sizeof(real), &q[0, 0, 0, 0], q.shape, q.strides, &k[0, 0, 0, 0], k.shape, k.strides)
+    """Everything that decides the scores, with the keys in an array."""
+    start_job(job, sizeof(real), &q[0, 0, 0, 0], q.shape, q.strides, k.shape[1], k.shape[2])
+    bind(&job.k, &k[0, 0, 0, 0], k.strides)
+    return describe_scores[real](job, mask, bias, lo, hi, softcap, slopes, start)
+
+
+cdef int describe_scores(Job *job, const unsigned char[:, :, :, :] mask, const real[:, :, :, :] bias,
+                         const Py_ssize_t[:, ::1] lo, const Py_ssize_t[:, ::1] hi, double softcap,
+                         const double[::1] slopes, const Py_ssize_t[::1] start) except -1:
+    """Masks and score changes of a job with queries and keys."""
     if mask is not None:
         bind(&job.mask, &mask[0, 0, 0, 0], mask.strides)
     if bias is not None:
@@ -102,15 +114,9 @@ cdef int describe(Job *job, const real[:, :, :, :] q, const real[:, :, :, :] k, 
     return 0
 
 
-cdef int attend_typed(const real[:, :, :, :] q, const real[:, :, :, :] k, const real[:, :, :, :] v,
-                      real[:, :, :, :] out, double scale, int threads, const unsigned char[:, :, :, :] mask,
-                      const real[:, :, :, :] bias, const Py_ssize_t[:, ::1] lo, const Py_ssize_t[:, ::1] hi,
-                      real[:, :, :] lse, real[:, :, :, :] weights, fill, double softcap, const double[::1] sinks,
-                      const double[::1] slopes, const Py_ssize_t[::1] start) except -1:
-    cdef Job job
-    describe(&job, q, k, mask, bias, lo, hi, softcap, slopes, start)
-    job.value_width = v.shape[3]
-    bind(&job.v, &v[0, 0, 0, 0], v.strides)
+cdef int attend_typed(Job *job, real[:, :, :, :] out, double scale, int threads, real[:, :, :] lse,
+                      real[:, :, :, :] weights, fill, const double[::1] sinks) except -1:
+    """Runs a described job with results and what does not concern the scores."""
     bind(&job.out, &out[0, 0, 0, 0], out.strides)
     if weights is not None:
         bind(&job.weights, &weights[0, 0, 0, 0], weights.strides)
@@ -121,8 +127,20 @@ cdef int attend_typed(const real[:, :, :, :] q, const real[:, :, :, :] k, const 
     if fill is not None:
         job.filling, job.fill = True, fill * LOG2E
     with nogil:
-        run_job(&job, scale, threads)
+        run_job(job, scale, threads)
     return 0
+
+
+cdef int attend_arrays(const real[:, :, :, :] q, const real[:, :, :, :] k, const real[:, :, :, :] v,
+                       real[:, :, :, :] out, double scale, int threads, const unsigned char[:, :, :, :] mask,
+                       const real[:, :, :, :] bias, const Py_ssize_t[:, ::1] lo, const Py_ssize_t[:, ::1] hi,
+                       real[:, :, :] lse, real[:, :, :, :] weights, fill, double softcap, const double[::1] sinks,
+                       const double[::1] slopes, const Py_ssize_t[::1] start) except -1:
+    cdef Job job
+    describe[real](&job, q, k, mask, bias, lo, hi, softcap, slopes, start)
+    job.value_width = v.shape[3]
+    bind(&job.v, &v[0, 0, 0, 0], v.strides)
+    return attend_typed[real](&job, out, scale, threads, lse, weights, fill, sinks)
 
 
 def attend(q, k, v, out, double scale, int threads, *, mask=None, bias=None, lo=None, hi=None, lse=None, weights=None,
@@ -135,11 +153,11 @@ def attend(q, k, v, out, double scale, int threads, *, mask=None, bias=None, lo=
     softcap: 0 for none. sinks, slopes (Hq,) float64. start (1 or B,) intp: position of query 0, needed by slopes.
     """
     if out.itemsize == 4:
-        attend_typed[float](q, k, v, out, scale, threads, mask, bias, lo, hi, lse, weights, fill, softcap, sinks, slopes,
-                            start)
+        attend_arrays[float](q, k, v, out, scale, threads, mask, bias, lo, hi, lse, weights, fill, softcap, sinks, slopes,
+                             start)
     else:
-        attend_typed[double](q, k, v, out, scale, threads, mask, bias, lo, hi, lse, weights, fill, softcap, sinks, slopes,
-                            start)
+        attend_arrays[double](q, k, v, out, scale, threads, mask, bias, lo, hi, lse, weights, fill, softcap, sinks,
+                              slopes, start)
 
 
 cdef int stats_typed(const real[:, :, :, :] q, const real[:, :, :, :] k, double scale, int threads,
@@ -207,7 +225,8 @@ cdef object attend_plain_typed(const real[:, :, :, :] q, const real[:, :, :, :] 
         return None
     result = empty((q.shape[0], q.shape[1], q.shape[2], v.shape[3]), dtype)
     out = result
-    start_job(&job, sizeof(real), &q[0, 0, 0, 0], q.shape, q.strides, &k[0, 0, 0, 0], k.shape, k.strides)
+    start_job(&job, sizeof(real), &q[0, 0, 0, 0], q.shape, q.strides, heads, k.shape[2])
+    bind(&job.k, &k[0, 0, 0, 0], k.strides)
     job.value_width = v.shape[3]
     bind(&job.v, &v[0, 0, 0, 0], v.strides)
     bind(&job.out, &out[0, 0, 0, 0], out.strides)
@@ -257,6 +276,7 @@ def encode(out, double first_position, double ratio_high, double ratio_low):
                   scratch)
 
 
+include "_cache.pxi"
 include "_rotary.pxi"
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -289,6 +309,20 @@ def fma_rounds(int itemsize, Py_ssize_t rounds):
     with nogil:
         tiles.fma_peak(rounds)
     return 2.0 * tiles.lanes * AT_PEAK_CHAINS * rounds
+
+
+def plan(Py_ssize_t batch, Py_ssize_t heads, Py_ssize_t kv_heads, Py_ssize_t queries, Py_ssize_t keys, Py_ssize_t width,
+         Py_ssize_t value_width, int itemsize, int threads, bint weights, bint filling):
+    """How attend() divides a call with such shapes: a dict of lanes, few, block_rows, tasks and threads."""
+    cdef Job job
+    memset(&job, 0, sizeof(Job))
+    job.tiles = active.f32 if itemsize == 4 else active.f64
+    job.batch, job.kv_heads, job.group, job.queries, job.keys = batch, kv_heads, heads // kv_heads, queries, keys
+    job.width, job.value_width, job.filling = width, value_width, filling
+    job.weights.data = <char *> &job if weights else NULL
+    threads = divide(&job, threads)
+    return {"lanes": job.tiles.lanes, "few": bool(job.few), "block_rows": job.block_rows, "tasks": job.tasks,
+            "threads": threads}
 
 
 def compiler():

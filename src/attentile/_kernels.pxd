@@ -8,6 +8,8 @@ cdef extern from "kernels/kernels.h" nogil:
         AT_MAX_VECTORS
         AT_MAX_ROWS
         AT_ALIGN
+        AT_PANEL
+        AT_FEW_KEYS
         AT_PEAK_CHAINS
         AT_ANGLE_BLOCK
 
@@ -23,7 +25,7 @@ cdef extern from "kernels/kernels.h" nogil:
         void (*pack)(void *qt, const char **rows, Py_ssize_t n_rows, int vectors, Py_ssize_t width,
                      double factor) noexcept nogil
         void (**scores)(void *st, void *running_max, const void *qt, const char *k, Py_ssize_t k_stride,
-                        Py_ssize_t width, Py_ssize_t keys,
+                        Py_ssize_t k_step, Py_ssize_t width, Py_ssize_t keys,
                         const at_ahead *ahead, int n_ahead) noexcept nogil
         void (*add_bias)(void *st, void *running_max, const char **rows, Py_ssize_t key_stride, Py_ssize_t n_rows,
                          int vectors, Py_ssize_t keys) noexcept nogil
@@ -44,6 +46,23 @@ cdef extern from "kernels/kernels.h" nogil:
         void (*unpack)(char **rows, const void *ot, const void *factor, Py_ssize_t n_rows, int vectors,
                        Py_ssize_t width) noexcept nogil
         void (*rescale)(void *row, Py_ssize_t keys, double chunk_max, double m, double l) noexcept nogil
+        void (*few_pack)(void *q, const char **rows, Py_ssize_t n_rows, Py_ssize_t width, double factor) noexcept nogil
+        void (*to_panels)(void *panels, const char *k, Py_ssize_t k_stride, Py_ssize_t width,
+                          Py_ssize_t keys) noexcept nogil
+        void (*few_scores)(void *s, const void *q, Py_ssize_t n_rows, const char *k, Py_ssize_t k_stride, void *panels,
+                           Py_ssize_t width, Py_ssize_t keys, const char *ahead, Py_ssize_t ahead_stride) noexcept nogil
+        void (*few_bias)(void *s, const char *bias, Py_ssize_t key_stride, Py_ssize_t keys) noexcept nogil
+        void (*few_alibi)(void *s, double slope, double position, Py_ssize_t keys) noexcept nogil
+        void (*few_exclude)(void *s, const uint32_t *words, Py_ssize_t pitch, Py_ssize_t keys) noexcept nogil
+        double (*few_softmax)(void *s, Py_ssize_t keys, int mark) noexcept nogil
+        void (*few_values)(void *o, void *l, const void *s, Py_ssize_t n_rows, const char *v, Py_ssize_t v_stride,
+                           Py_ssize_t width, Py_ssize_t keys, const char *ahead, Py_ssize_t ahead_stride) noexcept nogil
+        void (*few_values_marked)(void *o, void *l, const void *s, Py_ssize_t n_rows, const char *v, Py_ssize_t v_stride,
+                                  Py_ssize_t width, Py_ssize_t keys) noexcept nogil
+        void (*few_merge)(const void *top, const void *sum, void *m, void *l, void *alpha, void *beta,
+                          int vectors) noexcept nogil
+        void (*few_blend)(void *o, const void *chunk, Py_ssize_t n, double alpha, double beta) noexcept nogil
+        void (*few_store)(char *row, const void *o, Py_ssize_t width, double factor) noexcept nogil
         void (*measure)(void *st, Py_ssize_t keys, const void *lse, void *entropy, void *largest, void *received,
                         int vectors) noexcept nogil
         void (*keep_top)(const void *row, Py_ssize_t n, Py_ssize_t first_key, Py_ssize_t k, void *values,

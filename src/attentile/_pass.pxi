@@ -36,19 +36,26 @@ cdef inline void fetch_rows(Shared *shared, const char **rows, Py_ssize_t n_rows
     shared.n_ahead += 1
 
 
-cdef inline void fetch_keys(Shared *shared, const Strided *array, const char *base, Py_ssize_t first, Py_ssize_t end,
-                            Py_ssize_t nbytes) noexcept nogil:
-    """The same for rows first .. end of K or V, at most a chunk of them."""
+cdef inline void fetch_chunk(Shared *shared, const char *rows, Py_ssize_t stride, Py_ssize_t n,
+                             Py_ssize_t nbytes) noexcept nogil:
+    """The same for n rows of K or V."""
     cdef at_ahead *ahead = &shared.ahead[shared.n_ahead]
-    if first < end:
-        ahead.rows, ahead.data, ahead.stride = NULL, base + first * array.row, array.row
-        ahead.n_rows, ahead.bytes = min(<Py_ssize_t> AT_CHUNK, end - first), nbytes
-        shared.n_ahead += 1
+    ahead.rows, ahead.data, ahead.stride, ahead.n_rows, ahead.bytes = NULL, rows, stride, n, nbytes
+    shared.n_ahead += 1
+
+
+cdef inline bint is_stored(const Job *job, Py_ssize_t b, Py_ssize_t c) noexcept nogil:
+    """False for the chunks that a windowed cache has dropped."""
+    return job.pages == NULL or job.pages[b * job.pages_batch + c] != 0
+
+
+cdef inline Py_ssize_t chunk_keys(const Job *job, Py_ssize_t c) noexcept nogil:
+    return min(<Py_ssize_t> AT_CHUNK, job.keys - c * AT_CHUNK)
 
 
 cdef inline void look_ahead(const Job *job, Block **blocks, Py_ssize_t n_blocks, Py_ssize_t x, Shared *shared,
-                            const char *k, const char *v, Py_ssize_t c, Py_ssize_t first, Py_ssize_t hi) noexcept nogil:
-    """What the scores of block x in chunk c fetch.
+                            Py_ssize_t b, Py_ssize_t head, Py_ssize_t c, Py_ssize_t first, Py_ssize_t end) noexcept nogil:
+    """What the scores of block x in chunk c of first .. end fetch.
 
     The first block fetches the chunk's values, the second one the next chunk's keys. Queries and outputs are touched
     once: in the first chunk the queries of the next block, in the last one the block's place in the output.
@@ -57,19 +64,19 @@ cdef inline void look_ahead(const Job *job, Block **blocks, Py_ssize_t n_blocks,
     shared.n_ahead = 0
     if not job.fetch:
         return
-    if x == 0:
-        fetch_keys(shared, &job.v, v, c * AT_CHUNK, hi, job.value_width * item)
-    elif x == 1:
-        fetch_keys(shared, &job.k, k, (c + 1) * AT_CHUNK, hi, job.width * item)
+    if x == 0 and is_stored(job, b, c):
+        fetch_chunk(shared, value_chunk(job, b, head, c), job.v.row, chunk_keys(job, c), job.value_width * item)
+    elif x == 1 and c + 1 < end and is_stored(job, b, c + 1):
+        fetch_chunk(shared, key_chunk(job, b, head, c + 1), job.k.row, chunk_keys(job, c + 1), job.width * item)
     if c == first and x + 1 < n_blocks:
         fetch_rows(shared, blocks[x + 1].q_rows, blocks[x + 1].n_rows, 0, job.width * item)
-    elif c == chunks_before(hi) - 1:
+    elif c == end - 1:
         fetch_rows(shared, <const char **> blocks[x].out_rows, blocks[x].n_rows, 0, job.value_width * item)
 
 
 cdef void score_run(const Job *job, Block *block, Shared *shared, const char *k, Py_ssize_t chunk, Py_ssize_t start,
                     Py_ssize_t stop, int kind) noexcept nogil:
-    """Final scores of the keys chunk + start .. chunk + stop, and their maximum in shared.top.
+    """Final scores of the keys chunk + start .. chunk + stop, and their maximum in shared.top. k: first key of the chunk.
 
     Every step leaves a maximum; only that of the last one counts, the others go to shared.unused.
     """
@@ -83,7 +90,7 @@ cdef void score_run(const Job *job, Block *block, Shared *shared, const char *k,
     if job.bias.column == <Py_ssize_t> tiles.itemsize:
         fetch_rows(shared, block.bias_rows, block.n_rows, (chunk + start) * job.bias.column, n * job.bias.column)
     tiles.scores[block.vectors - 1](st, shared.unused if steps else shared.top, block.qt,
-                                    k + (chunk + start) * job.k.row, job.k.row, job.width, n,
+                                    k + start * job.k.row, job.k.row, job.key_step, job.width, n,
                                     shared.ahead, shared.n_ahead)
     shared.n_ahead = 0
     if job.softcap != 0:
@@ -112,18 +119,31 @@ cdef void place_rows(const Job *job, Block *block, Py_ssize_t key) noexcept nogi
         set_real(block.position + r * item, item, <double> (block.row_position[r] - key))
 
 
-cdef bint score_chunk(const Job *job, Block *block, Shared *shared, const char *k, Py_ssize_t chunk,
+cdef inline void score_some(const Job *job, Block *block, Shared *shared, const char *k, const char *v, Py_ssize_t chunk,
+                            Py_ssize_t start, Py_ssize_t stop, int kind) noexcept nogil:
+    if job.few:
+        score_few(job, block, shared, k, v, chunk, start, stop, kind)
+    else:
+        score_run(job, block, shared, k, chunk, start, stop, kind)
+
+
+cdef bint score_chunk(const Job *job, Block *block, Shared *shared, const char *k, const char *v, Py_ssize_t chunk,
                       Py_ssize_t *first, Py_ssize_t *end) noexcept nogil:
-    """Scores of the keys of one chunk that the block's rows may see: chunk + first .. chunk + end. False: none."""
+    """Scores of the keys of one chunk that the block's rows may see: chunk + first .. chunk + end. False: none.
+
+    k, v: first key and value of the chunk; v is only fetched ahead.
+    """
     cdef Py_ssize_t start, stop, w, run, item = <Py_ssize_t> job.tiles.itemsize
     cdef Py_ssize_t n = min(<Py_ssize_t> AT_CHUNK, job.keys - chunk)
+    if job.kept > 0 and chunk >= job.kept and chunk + n <= block.gap_end:
+        return False
     start = max(block.lo - chunk, 0) // AT_WORD * AT_WORD
     stop = min(block.hi - chunk, n)
     if start >= stop:
         return False
     fill_reals(shared.top, item, block.pitch, -INFINITY)
     if job.mask.data == NULL and block.all_lo <= chunk + start and chunk + stop <= block.all_hi:
-        score_run(job, block, shared, k, chunk, start, stop, ALL)
+        score_some(job, block, shared, k, v, chunk, start, stop, ALL)
     else:
         build_words(job, block, shared, chunk, stop)
         while start < stop and shared.kinds[start // AT_WORD] == NONE:
@@ -139,7 +159,7 @@ cdef bint score_chunk(const Job *job, Block *block, Shared *shared, const char *
                 w += 1
             if shared.kinds[run // AT_WORD] != ALL:
                 block.excludes = True
-            score_run(job, block, shared, k, chunk, run, min(w * AT_WORD, stop), shared.kinds[run // AT_WORD])
+            score_some(job, block, shared, k, v, chunk, run, min(w * AT_WORD, stop), shared.kinds[run // AT_WORD])
             run = w * AT_WORD
     first[0], end[0] = start, stop
     return True
@@ -147,12 +167,12 @@ cdef bint score_chunk(const Job *job, Block *block, Shared *shared, const char *
 
 cdef void weigh(const Job *job, Block *block, Shared *shared, const char *v, Py_ssize_t chunk, Py_ssize_t start,
                 Py_ssize_t stop, bint careful) noexcept nogil:
-    """Softmax and values of the keys chunk + start .. chunk + stop, whose scores are in shared.st."""
+    """Softmax and values of the keys chunk + start .. chunk + stop, whose scores are in shared.st. v: of the chunk."""
     cdef const at_tiles *tiles = job.tiles
     cdef Py_ssize_t item = <Py_ssize_t> tiles.itemsize, r
     cdef char *st = shared.st + start * block.pitch * item
     tiles.softmax[block.vectors - 1](st, stop - start, shared.top, block.m, block.l, shared.alpha, shared.beta, careful)
-    v += (chunk + start) * job.v.row
+    v += start * job.v.row
     if careful:
         tiles.values_marked(block.ot, st, v, job.v.row, job.value_width, stop - start, shared.alpha, shared.beta,
                             block.first, block.vectors)
@@ -175,7 +195,9 @@ cdef void weigh(const Job *job, Block *block, Shared *shared, const char *v, Py_
 # ---------------------------------------------------------------------------------------------------------------
 cdef bint sees_any_key(const Job *job, const Block *block, Py_ssize_t r) noexcept nogil:
     cdef Py_ssize_t j
-    for j in range(block.row_lo[r], block.row_hi[r]):
+    for j in range(min(block.row_lo[r], 0 if job.kept > 0 else job.keys), block.row_hi[r]):
+        if job.kept <= j < block.row_lo[r]:
+            continue
         if job.mask.data != NULL and block.mask_rows[r][j * job.mask.column] == 0:
             continue
         if job.bias.data == NULL or real_at(block.bias_rows[r] + j * job.bias.column,
@@ -196,12 +218,9 @@ cdef void finish_weights(const Job *job, Block *block) noexcept nogil:
                               real_at(block.m + at_row, item), real_at(block.l + at_row, item))
 
 
-cdef void close_block(const Job *job, Block *block, Shared *shared) noexcept nogil:
-    """O / l to the caller's layout; lse and weights if wanted."""
-    cdef const at_tiles *tiles = job.tiles
-    cdef Py_ssize_t item = <Py_ssize_t> tiles.itemsize, r
-    if block.first:                             # no row sees any key
-        memset(block.ot, 0, block.pitch * job.value_width * item)
+cdef void close_rows(const Job *job, Block *block, Shared *shared) noexcept nogil:
+    """lse if wanted, sinks, and shared.alpha = 1 / l."""
+    cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, r
     for r in range(block.n_rows):
         # l = 0: no key, or allowed ones that all score -inf; the softmax of the latter is NaN, not 0.
         if real_at(block.l + r * item, item) == 0 and sees_any_key(job, block, r):
@@ -212,16 +231,24 @@ cdef void close_block(const Job *job, Block *block, Shared *shared) noexcept nog
         if job.sinks != NULL:                   # a sink is one more term of the sum, without a value
             set_real(block.l + r * item, item, real_at(block.l + r * item, item)
                      + exp2(block.row_sink[r] - real_at(block.m + r * item, item)))
+    job.tiles.reciprocal(shared.alpha, block.l, block.vectors)
+
+
+cdef void close_block(const Job *job, Block *block, Shared *shared) noexcept nogil:
+    """O / l to the caller's layout; lse and weights if wanted."""
+    if block.first:                             # no row sees any key
+        memset(block.ot, 0, block.pitch * job.value_width * job.tiles.itemsize)
+    close_rows(job, block, shared)
     if job.weights.data != NULL:
         finish_weights(job, block)
-    tiles.reciprocal(shared.alpha, block.l, block.vectors)
-    tiles.unpack(block.out_rows, block.ot, shared.alpha, block.n_rows, block.vectors, job.value_width)
+    job.tiles.unpack(block.out_rows, block.ot, shared.alpha, block.n_rows, block.vectors, job.value_width)
 
 
-cdef void visit_chunks(const Job *job, Block **blocks, Py_ssize_t n_blocks, Shared *shared, const char *k,
-                       const char *v, bint careful) noexcept nogil:
+cdef void visit_chunks(const Job *job, Block **blocks, Py_ssize_t n_blocks, Shared *shared, Py_ssize_t b,
+                       Py_ssize_t head, bint careful) noexcept nogil:
     """The loop over key chunks, from the first to the last that some row of the blocks sees."""
     cdef Py_ssize_t lo = job.keys, hi = 0, x, c, start, stop, first
+    cdef const char *v
     for x in range(n_blocks):
         start_rows(job, blocks[x])
         if job.weights.data != NULL:
@@ -230,12 +257,13 @@ cdef void visit_chunks(const Job *job, Block **blocks, Py_ssize_t n_blocks, Shar
         hi = max(hi, blocks[x].hi)
     first = lo // AT_CHUNK
     for c in range(first, chunks_before(hi)):
+        v = value_chunk(job, b, head, c)
         for x in range(n_blocks):
             if c == first:
                 job.tiles.pack(blocks[x].qt, blocks[x].q_rows, blocks[x].n_rows, blocks[x].vectors, job.width,
                                job.factor)
-            look_ahead(job, blocks, n_blocks, x, shared, k, v, c, first, hi)
-            if score_chunk(job, blocks[x], shared, k, c * AT_CHUNK, &start, &stop):
+            look_ahead(job, blocks, n_blocks, x, shared, b, head, c, first, chunks_before(hi))
+            if score_chunk(job, blocks[x], shared, key_chunk(job, b, head, c), v, c * AT_CHUNK, &start, &stop):
                 weigh(job, blocks[x], shared, v, c * AT_CHUNK, start, stop, careful)
 
 
@@ -260,12 +288,10 @@ cdef void attend_task(void *job_pointer, Py_ssize_t index, int slot) noexcept no
         open_block(job, blocks[n_blocks], block_bytes, b, head, start)
         start += job.block_rows
         n_blocks += 1
-    cdef const char *k = at(&job.k, b, head, 0)
-    cdef const char *v = at(&job.v, b, head, 0)
-    visit_chunks(job, blocks, n_blocks, shared, k, v, False)
+    visit_chunks(job, blocks, n_blocks, shared, b, head, False)
     for x in range(n_blocks):
         # NaN here may be 0 * NaN or 0 * Inf from the value row of an excluded key: redo with those keys left out.
         if (not blocks[x].first and (blocks[x].excludes or job.bias.data != NULL) and not job.filling
                 and job.tiles.any_nan(blocks[x].ot, blocks[x].vectors, job.value_width)):
-            visit_chunks(job, &blocks[x], 1, shared, k, v, True)
+            visit_chunks(job, &blocks[x], 1, shared, b, head, True)
         close_block(job, blocks[x], shared)

@@ -64,7 +64,6 @@ cdef void stats_task(void *stats_pointer, Py_ssize_t index, int slot) noexcept n
     cdef Shared *shared = open_shared(job, &free_bytes)
     cdef char *line = free_bytes + job.block_bytes
     cdef Block *block = <Block *> take(&free_bytes, sizeof(Block))
-    cdef const char *k = at(&job.k, b, head // job.group, 0)
     shared.n_ahead = 0
     while i < job.queries:
         open_block(job, block, free_bytes, b, head // job.group, head % job.group * job.queries + i)
@@ -72,7 +71,7 @@ cdef void stats_task(void *stats_pointer, Py_ssize_t index, int slot) noexcept n
         job.tiles.pack(block.qt, block.q_rows, block.n_rows, block.vectors, job.width, job.factor)
         start_stats(job, stats, block, shared, b, head, i)
         for c in range(block.lo // AT_CHUNK, chunks_before(block.hi)):
-            if not score_chunk(job, block, shared, k, c * AT_CHUNK, &start, &stop):
+            if not score_chunk(job, block, shared, key_chunk(job, b, head // job.group, c), NULL, c * AT_CHUNK, &start, &stop):
                 continue
             st = shared.st + start * block.pitch * item
             received = line + block_line_bytes(job)
@@ -91,7 +90,7 @@ cdef void stats_task(void *stats_pointer, Py_ssize_t index, int slot) noexcept n
 
 
 cdef inline Py_ssize_t block_line_bytes(const Job *job) noexcept nogil:
-    return aligned(min(job.block_rows, max_pitch(job)) * AT_CHUNK * <Py_ssize_t> job.tiles.itemsize)
+    return aligned(largest_pitch(job) * AT_CHUNK * <Py_ssize_t> job.tiles.itemsize)
 
 
 cdef inline void add_reals(char *to, const char *values, size_t itemsize, Py_ssize_t n) noexcept nogil:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
@@ -161,15 +162,27 @@ def attention(
         num_threads=num_threads, causal=causal, q_start=q_start, window=window, key_lengths=key_lengths,
         prefix_lengths=prefix_lengths, segments=segments, score_mod=score_mod,
     )  # fmt: skip
+
+    def run(target: Array, lse: Array | None, weights: Array | None) -> None:
+        attend(
+            call.q, call.k, call.v, target, call.scale, call.threads, mask=call.mask, lse=lse, weights=weights,
+            named=call.named(), **call.options,
+        )  # fmt: skip
+
+    return finish(call, run, out, return_lse, return_weights)
+
+
+def finish(
+    call: Call, run: Callable[[Array, Array | None, Array | None], None], out: Array | None, return_lse: bool,
+    return_weights: bool,
+) -> Array | AttentionResult:  # fmt: skip
+    """Checks out, lets run(target, lse, weights) fill arrays of the core's dtype and axes, and returns the caller's."""
     if out is not None:
         _check_out(out, call.shape[call.drop :], call.dtype)
     lse = np.empty(call.shape[:-1], call.compute) if return_lse else None
     weights = np.zeros(call.scores, call.compute) if return_weights else None
     target = _target(out, call)
-    attend(
-        call.q, call.k, call.v, target, call.scale, call.threads, mask=call.mask, lse=lse, weights=weights,
-        named=call.named(), **call.options,
-    )  # fmt: skip
+    run(target, lse, weights)
     return _result(out, target, lse, weights, call)
 
 

@@ -10,25 +10,31 @@ Everything else is bookkeeping on three arrays, one entry per batch item: the pa
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from . import cache_file
-from .attention import AttentionResult, attention
+from . import cache_file, config
+from .attention import AttentionResult, attention, finish
 from .cache_checks import between, check_held, count, place, rotary_options, storage_dtype, window_of
 from .cache_file import File
-from .call import _mask, promoted
+from .call import _mask, prepare, promoted, ready
 from .merge import merge_attention
 from .pages import PAGE_KEYS, PANEL, PagePool, PageTable, addresses_in
+from .rotary import rotary_embedding
 
 __all__ = ["KVCache", "merge_attention"]
 
 Array = NDArray[Any]
 Index = NDArray[np.intp]
+
+
+# The options of prepare() that a call need not name.
+_UNUSED: dict[str, Any] = dict.fromkeys(
+    ("mask", "bias", "scale", "softcap", "sinks", "alibi_slopes", "num_threads", "window")
+)
 
 
 class KVCache:
@@ -117,11 +123,15 @@ class KVCache:
         if self._rotary is not None:  # its own checks, before anything is stored
             self._rotated(np.zeros((1, 1, 1, self.head_dim), self.dtype), np.zeros(1, np.intp))
         self._lengths, self._held_from = np.zeros(batch, np.intp), np.zeros(batch, np.intp)
-        size = PAGE_KEYS if self.capacity is None else min(PAGE_KEYS, -(-self.capacity // PANEL) * PANEL)
+        size = PAGE_KEYS  # a chunk of the pass; a small cache has one smaller page for each item
+        if self.capacity is not None and self.window is None:
+            size = min(PAGE_KEYS, -(-self.capacity // PANEL) * PANEL)
         pool = PagePool(self.kv_heads, self.head_dim, self.value_dim, size, self.dtype)
         pages = self._pages_per_item(size)
         pool.grow(batch * pages)
         self._pages = PageTable(pool, np.zeros((batch, pages), np.intp))
+        self._shape = (self.kv_heads, size, self.head_dim, self.value_dim)  # of a page, as the core takes it
+        self._writable = np.zeros(batch, np.intp)  # tokens of each item up to which its pages are there and its own
 
     def _pages_per_item(self, size: int) -> int:
         """Pages that `capacity` tokens can touch, wherever they lie."""
@@ -182,6 +192,14 @@ class KVCache:
         TypeError, ValueError
             Wrong shapes or dtypes, lengths beyond n, more tokens than the capacity. The cache is then as before.
         """
+        core = config.active
+        plain = lengths is None and self._rotary is None and self.window is None
+        if (
+            plain
+            and core is not None
+            and core.append_tokens(k, v, self._shape, self._pages.table, self._lengths, self._writable, self.dtype)
+        ):
+            return
         k, v = self._incoming("k", k, self.head_dim), self._incoming("v", v, self.value_dim)
         n = k.shape[2]
         if v.shape[2] != n:
@@ -201,6 +219,9 @@ class KVCache:
         self._held_from = held_from
         self._write(k, v, self._lengths, counts)
         self._lengths = self._lengths + counts
+        size = self._pages.pool.page_keys
+        opened = np.minimum(-(-self._lengths // size) * size, self.capacity or np.iinfo(np.intp).max)
+        self._writable = np.where(counts > 0, opened, 0)
 
     def _incoming(self, name: str, value: ArrayLike, width: int) -> Array:
         array = np.asarray(value)
@@ -229,15 +250,17 @@ class KVCache:
 
     def _write(self, k: Array, v: Array, starts: Index, counts: Index) -> None:
         """Backend: the first counts[b] tokens of item b go to starts[b] ... of opened pages."""
+        if config.active is not None and k.size:
+            table = self._pages.table
+            config.active.store_tokens(ready(k, self.dtype), ready(v, self.dtype), self._shape, table, starts, counts)
+            return
         for item in np.flatnonzero(counts):
             n = counts[item]
             self._pages.write(int(item), int(starts[item]), k[item, :, :n], v[item, :, :n])
 
     def _rotated(self, x: Array, positions: Index) -> Array:
         """x (items, heads, n, head_dim) rotated at positions (items, n), or (n,) for all items."""
-        embed = importlib.import_module(".rotary", __package__).rotary_embedding
-        rotated: Array = embed(x, positions, **(self._rotary or {}))
-        return rotated
+        return rotary_embedding(x, positions, **(self._rotary or {}))
 
     # ---- attention ----
 
@@ -282,6 +305,12 @@ class KVCache:
                [0.31, 0.69, 0.  ],
                [0.6 , 0.4 , 0.  ]])
         """
+        core = config.active
+        if core is not None and not options and self._rotary is None and self.window is None:
+            threads = config.threads_for(None, "KVCache.attend")
+            result = core.attend_last(q, self._shape, self._pages.table, self._lengths, threads, self.dtype)
+            if result is not None:
+                return result  # type: ignore[no-any-return]
         queries = np.asarray(q)
         if queries.ndim != 4 or (queries.shape[0], queries.shape[3]) != (self.batch, self.head_dim):
             raise ValueError(
@@ -305,14 +334,48 @@ class KVCache:
 
     def _attend(self, q: Array, options: dict[str, Any]) -> Array | AttentionResult:
         """Backend: q (rotated) over what is held. options: as place() gives them."""
-        n, valid, options = self.length, options["key_lengths"], dict(options)
+        n = self.length
+        options = options | {"window": self.window} if self.window is not None else dict(options)
+        if (options["key_lengths"] == n).all():
+            options["key_lengths"] = None
+        core = config.active
+        python = options.get("score_mod") is not None or (self.sinks and options.get("segments") is not None)
+        if core is None or python or promoted("attention", q)[0] != self.dtype:
+            return self._attend_gathered(q, options)
+        returned = [bool(options.pop(name, False)) for name in ("return_lse", "return_weights")]
+        out = options.pop("out", None)
+        k, v = (
+            np.broadcast_to(np.zeros((), self.dtype), (self.batch, self.kv_heads, n, width))
+            for width in (self.head_dim, self.value_dim)
+        )
+        call = prepare(q, k, v, stored=True, kept=self.sinks > 0, **{**_UNUSED, **options})
+
+        def run(target: Array, lse: Array | None, weights: Array | None) -> None:
+            if 0 in target.shape or n == 0:
+                target[...] = 0
+                if lse is not None:
+                    lse[...] = -np.inf
+                return
+            named = call.named()
+            for name in ("lo", "hi", "start"):
+                if (index := named[name]) is not None:
+                    named[name] = np.ascontiguousarray(index, np.intp)
+            del named["k"]
+            core.attend_pages(
+                named.pop("q"), self._shape, self._pages.table, n, self.sinks, target, call.scale, call.threads,
+                lse=lse, weights=weights, **named, **call.options,
+            )  # fmt: skip
+
+        return finish(call, run, out, *returned)
+
+    def _attend_gathered(self, q: Array, options: dict[str, Any]) -> Array | AttentionResult:
+        """The same over copies (batch, heads, length, width) with zeros where tokens are gone."""
+        n = self.length
         k = np.zeros((self.batch, self.kv_heads, n, self.head_dim), self.dtype)
         v = np.zeros((self.batch, self.kv_heads, n, self.value_dim), self.dtype)
         for item in range(self.batch):
             for first, end in self._held(item):
                 self._pages.read(item, first, end, k[item, :, first:end], v[item, :, first:end])
-        if (valid == n).all():
-            options["key_lengths"] = None
         if self.window is not None and self.sinks:
             position = options["q_start"][:, None, None, None] + np.arange(q.shape[2])[:, None]
             seen = (np.arange(n) >= position - self.window[0]) | (np.arange(n) < self.sinks)
@@ -320,8 +383,6 @@ class KVCache:
                 _mask(options["mask"], (*q.shape[:3], n))  # its checks
                 seen = seen & np.asarray(options["mask"])
             options |= {"mask": seen, "window": (None, 0)}
-        elif self.window is not None:
-            options["window"] = self.window
         result: Array | AttentionResult = attention(q, k, v, **options)
         return result
 
@@ -394,13 +455,17 @@ class KVCache:
                 )
             self._held_from = np.where(ends <= self.sinks, 0, self._held_from)
         self._lengths = ends
-        self._pages.cut(ends)
+        # Where the window holds no later token any more, only the pages of the kept first ones stay.
+        self._pages.cut(np.where(self._held_from < ends, ends, np.minimum(self.sinks, ends)))
+        self._writable = np.zeros_like(ends)
 
     def fork(self) -> KVCache:
         """An independent cache with the same tokens. They share pages until one of them writes into one."""
         pages = self._pages.fork()
         twin = object.__new__(type(self))
-        twin.__dict__ |= self.__dict__ | {"_pages": pages}
+        self._writable = np.zeros_like(self._lengths)  # every page is shared now
+        own = {"_pages": pages, "_lengths": self._lengths.copy(), "_writable": self._writable.copy()}
+        twin.__dict__ |= self.__dict__ | own
         return twin
 
     def reorder(self, beam_index: ArrayLike) -> None:
@@ -430,6 +495,7 @@ class KVCache:
         items = items.astype(np.intp)
         self._pages.reorder(items)
         self._lengths, self._held_from = self._lengths[items], self._held_from[items]
+        self._writable = np.zeros_like(self._lengths)
 
     def __copy__(self) -> KVCache:
         return self.fork()

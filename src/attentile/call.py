@@ -219,9 +219,13 @@ class Call:
 
 def prepare(
     q: Any, k: Any, v: Any, *, mask: Any, bias: Any, scale: Any, softcap: Any, sinks: Any, alibi_slopes: Any,
-    num_threads: Any, score_mod: Any = None, **structural: Any,
+    num_threads: Any, score_mod: Any = None, stored: bool = False, kept: bool = False, **structural: Any,
 ) -> Call:  # fmt: skip
-    """Checks the arguments of attention() and settles dtypes and axes. structural: as masks.structure takes them."""
+    """Checks the arguments of attention() and settles dtypes and axes. structural: as masks.structure takes them.
+
+    stored: k and v only stand for shape and dtype of what a cache holds, and stay as they are. kept: rows see the first
+    keys whatever the lower ends of their intervals, so a mask must not become one.
+    """
     q, k, v = np.asarray(q), np.asarray(k), np.asarray(v)
     for name, array in (("q", q), ("k", k), ("v", v)):
         if array.ndim < 2:
@@ -246,11 +250,13 @@ def prepare(
             )
         options["score_mod"] = score_mod
     keys = structure(lead, q.shape[-2], k.shape[-2], alibi=alibi_slopes is not None, **structural)
-    mask = _narrow_by_padding(mask, keys)
+    mask = mask if kept else _narrow_by_padding(mask, keys)
     if keys.same_segment is not None:
         same = np.broadcast_to(keys.same_segment, scores)
         mask = same.view(np.uint8) if mask is None else mask & same
-    q, k, v = (ready(array, compute) for array in (q, k, v))
+    q = ready(q, compute)
+    if not stored:
+        k, v = ready(k, compute), ready(v, compute)
     return Call(q, k, v, lead, compute, dtype, drop, factor, threads, mask, bias, keys, options)
 
 

@@ -1,8 +1,8 @@
 """What a call of attention() will do and why, without computing it.
 
 The arguments go through the checks and conversions of attention() itself, and its way to the core is followed with a
-recorder in the core's place, so what is told is what happens. How the rows are cut into blocks and tasks, and which
-keys are skipped, repeats _blocks.pxi and score_chunk() of _pass.pxi; the tests hold both sides together.
+recorder in the core's place, so what is told is what happens. The core itself says how it cuts rows into blocks and
+tasks; which keys are skipped repeats score_chunk() of _pass.pxi, and the tests hold both sides together.
 """
 
 from __future__ import annotations
@@ -20,11 +20,7 @@ from .call import Call, _run, prepare
 
 Array = NDArray[Any]
 
-# Rows per vector (float32, float64) of each instruction set: mirrors `lanes` of the kernels' tables (kernels/*.c).
-LANES = {"avx512": (16, 8), "avx2": (8, 4), "neon": (4, 2), "generic": (4, 2)}
-# Mirrors of kernels.h (AT_MAX_VECTORS, AT_CHUNK, AT_WORD) and of _blocks.pxi.
-VECTORS, CHUNK, WORD = 3, 256, 32
-MAX_BLOCKS, TASK_ROWS, TASKS_PER_THREAD, SERIAL_FLOPS = 8, 192, 8, 4e6
+CHUNK, WORD = 256, 32  # AT_CHUNK and AT_WORD of kernels.h
 
 _DEFAULTS: dict[str, Any] = {
     "mask": None, "bias": None, "causal": False, "q_start": None, "window": None, "key_lengths": None,
@@ -45,7 +41,8 @@ class Explanation:
     shapes: str
     threads: int  # that will work, at most
     core_calls: int
-    lanes: int  # rows per vector; 0 with NumPy, as the next ones
+    lanes: int  # per vector; 0 with NumPy, as the next ones
+    few: bool  # few rows: lanes are keys, not rows
     block_rows: int  # rows per block, at most
     blocks: int
     tasks: int
@@ -73,8 +70,9 @@ class Explanation:
         rows = [("path", self.why_path), ("shapes", self.shapes)]
         if self.lanes:
             rows.append(
-                ("rows", f"{self.blocks} blocks of up to {self.block_rows} rows ({self.lanes} per vector), "
-                 f"{self.tasks} tasks, {100 * self.lane_use:.0f} % of the lanes used")
+                ("rows", f"{self.blocks} blocks of up to {self.block_rows} rows, {self.tasks} tasks, "
+                 f"vectors of {self.lanes} "
+                 + ("keys" if self.few else f"rows, {100 * self.lane_use:.0f} % of the lanes used"))
             )  # fmt: skip
             rows.append(
                 ("keys", f"{self.chunks} chunks of {CHUNK} keys x blocks: {self.visited_percent:.1f} % visited, "
@@ -131,11 +129,11 @@ def explain(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -> Explana
         )
     chosen = {**_DEFAULTS, **options}
     given: dict[str, Any] = {"q": q, "k": k, "v": v, "mask": chosen["mask"], "bias": chosen["bias"]}
-    arrays = {name: None if value is None else np.asarray(value) for name, value in given.items()}
+    arrays: dict[str, Any] = {name: None if value is None else np.asarray(value) for name, value in given.items()}
     rest = {name: chosen[name] for name in _DEFAULTS if name not in ("out", "mask", "bias") and "return" not in name}
     call = prepare(**arrays, **rest)
     path, why = _path(given, chosen)
-    count = _count(call, chosen["out"])
+    count = _count(call, chosen["out"], chosen["return_weights"])
     copies = _copies(given, call)
     if chosen["out"] is not None:
         copies.update(_out_copy(chosen["out"], call))
@@ -143,7 +141,7 @@ def explain(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -> Explana
     return Explanation(
         path, why, _isa(call.options.get("score_mod")) or "none (NumPy)", call.compute, call.dtype,
         f"q {np.shape(q)}, k {np.shape(k)}, v {np.shape(v)} -> {call.shape[call.drop :]}", count.threads, count.calls,
-        count.lanes, VECTORS * count.lanes, count.blocks, count.tasks, count.rows / max(count.pitches, 1),
+        count.lanes, count.few, count.block_rows, count.blocks, count.tasks, count.rows / max(count.pitches, 1),
         count.chunks, count.visited, count.useful, count.executed if count.lanes else dense,
         _output_bytes(call, chosen), copies, tuple(_notes(call, chosen, count)),
     )  # fmt: skip
@@ -254,10 +252,13 @@ class _Count:
     """Sums over the calls of the core."""
 
     asked: int  # threads
-    lanes: int
+    weights: bool
+    core: Any  # None for NumPy
+    lanes: int = 0
+    few: bool = False
+    block_rows: int = 0
     calls: int = 0
     threads: int = 1
-    serial: bool = False  # too little work for a second thread
     blocks: int = 0
     tasks: int = 0
     rows: int = 0
@@ -271,11 +272,10 @@ class _Count:
     bias_excludes: bool = False
 
 
-def _count(call: Call, out: Any) -> _Count:
+def _count(call: Call, out: Any, weights: bool) -> _Count:
     """Follows call.execute() with a recorder in the place of the core."""
-    isa = _isa(call.options.get("score_mod"))
-    lanes = LANES.get(isa, LANES["generic"])[call.compute.itemsize == 8] if isa is not None else 0
-    count = _Count(call.threads, lanes)
+    core = config.active if _isa(call.options.get("score_mod")) is not None else None
+    count = _Count(call.threads, weights, core)
     if 0 in call.shape or call.k.shape[-2] == 0:
         return count
     arrays = {}
@@ -299,9 +299,18 @@ def _count_call(
 ) -> None:  # fmt: skip
     """One call of the core: division as divide() and run_job() do it, then each block of rows that differs."""
     (batch, heads, queries, width), kv_heads, keys = q.shape, k.shape[1], k.shape[2]
-    group = heads // kv_heads
-    rows, block_rows = group * queries, VECTORS * (count.lanes or 16)  # NumPy has no blocks: any number will do
-    _divide(count, batch * kv_heads, rows, block_rows, 2.0 * batch * heads * queries * keys * (width + v.shape[3]))
+    group, block_rows = heads // kv_heads, 48  # NumPy has no blocks: any number will do
+    rows = group * queries
+    count.calls += 1
+    if count.core is not None:
+        plan = count.core.plan(
+            batch, heads, kv_heads, queries, keys, width, v.shape[3], q.itemsize, count.asked, count.weights, False
+        )
+        count.lanes, count.few, block_rows = plan["lanes"], plan["few"], plan["block_rows"]
+        count.block_rows = max(count.block_rows, block_rows)
+        count.blocks += batch * kv_heads * -(-rows // block_rows)
+        count.tasks += plan["tasks"]
+        count.threads = max(count.threads, plan["threads"])
     # Items and heads that share intervals, mask and bias are counted once.
     same_items = (lo is None or len(lo) == 1) and all(
         a is None or a.strides[0] == 0 or batch == 1 for a in (mask, bias)
@@ -320,30 +329,12 @@ def _count_call(
             _count_block(count, times, row_lo, row_hi, seen, added, keys, width, v.shape[3])
 
 
-def _divide(count: _Count, heads: int, rows: int, block_rows: int, flops: float) -> None:
-    """Blocks, tasks and threads of one call of the core; heads: batch items x key heads."""
-    count.calls += 1
-    if not count.lanes:
-        return
-    threads = 1 if flops < SERIAL_FLOPS else count.asked
-    count.serial |= threads < count.asked
-    blocks = -(-rows // block_rows)
-    share = min(MAX_BLOCKS, -(-TASK_ROWS // block_rows))
-    if threads > 1:
-        share = max(1, min(share, heads * blocks // (TASKS_PER_THREAD * threads)))
-    per_task = -(-blocks // -(-blocks // share))
-    tasks = heads * -(-blocks // per_task)
-    count.blocks += heads * blocks
-    count.tasks += tasks
-    count.threads = max(count.threads, min(threads, tasks))
-
-
 def _count_block(
     count: _Count, times: int, lo: Array, hi: Array, seen: Array | None, added: Array | None, keys: int, width: int,
     value_width: int,
 ) -> None:  # fmt: skip
     """One block of rows, as score_chunk() goes over its keys: words of 32 that no row sees are left out."""
-    pitch = -(-lo.size // count.lanes) * count.lanes if count.lanes else lo.size
+    pitch = -(-lo.size // count.lanes) * count.lanes if count.lanes and not count.few else lo.size
     count.rows += times * lo.size
     count.pitches += times * pitch
     count.chunks += times * -(-keys // CHUNK) * (count.lanes > 0)
@@ -433,7 +424,7 @@ def _notes(call: Call, options: dict[str, Any], count: _Count) -> list[str]:
     if count.calls > 1:
         notes.append(f"the batch axes do not fold into one: {count.calls} calls of the core, one after the other")
     if count.lanes and count.threads < call.threads:
-        why = f"under {SERIAL_FLOPS:.0e} FLOP" if count.serial else f"{count.tasks} tasks"
+        why = "too little work for another" if count.threads < count.tasks else f"{count.tasks} tasks"
         notes.append(f"{count.threads} of {call.threads} threads: {why}")
     if options["return_weights"]:
         notes.append("weights are an (L, S) array: attention_stats() gives their statistics without it")

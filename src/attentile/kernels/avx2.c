@@ -88,6 +88,8 @@ INLINE void f32v_transpose(__m256 r[8]) {
 #define TILES_3 DRIVERS_OF(3, 4, UP_TO_4)
 #define TILES_2 DRIVERS_OF(2, 6, UP_TO_6)
 #define TILES_1 DRIVERS_OF(1, 12, UP_TO_12)
+#define FEW_TILES FEW_OF(1, 8, 8) FEW_OF(2, 4, 4) FEW_OF(3, 4, 2) FEW_OF(4, 2, 2)
+#define FEW_DIRECT 0
 #define EXP2_LIST EXP2_F32
 #include "tiles.inc"
 
@@ -156,6 +158,8 @@ INLINE void f64v_transpose(__m256d r[4]) {
 #define TILES_3 DRIVERS_OF(3, 4, UP_TO_4)
 #define TILES_2 DRIVERS_OF(2, 6, UP_TO_6)
 #define TILES_1 DRIVERS_OF(1, 12, UP_TO_12)
+#define FEW_TILES FEW_OF(1, 8, 8) FEW_OF(2, 4, 4) FEW_OF(3, 4, 2) FEW_OF(4, 2, 2)
+#define FEW_DIRECT 0
 #define EXP2_LIST EXP2_F64
 #include "tiles.inc"
 

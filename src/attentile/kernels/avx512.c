@@ -87,6 +87,8 @@ INLINE void f32v_transpose(__m512 r[16]) {
 #define TILES_3 DRIVERS_OF(3, 8, UP_TO_8)
 #define TILES_2 DRIVERS_OF(2, 12, UP_TO_12)
 #define TILES_1 DRIVERS_OF(1, 12, UP_TO_12)
+#define FEW_TILES FEW_OF(1, 4, 8) FEW_OF(2, 4, 8) FEW_OF(3, 2, 4) FEW_OF(4, 2, 4)
+#define FEW_DIRECT 1
 #define EXP2_LIST EXP2_F32
 #include "tiles.inc"
 
@@ -165,6 +167,8 @@ INLINE void f64v_transpose(__m512d r[8]) {
 #define TILES_3 DRIVERS_OF(3, 8, UP_TO_8)
 #define TILES_2 DRIVERS_OF(2, 12, UP_TO_12)
 #define TILES_1 DRIVERS_OF(1, 12, UP_TO_12)
+#define FEW_TILES FEW_OF(1, 4, 8) FEW_OF(2, 4, 8) FEW_OF(3, 2, 4) FEW_OF(4, 2, 4)
+#define FEW_DIRECT 1
 #define EXP2_LIST EXP2_F64
 #include "tiles.inc"
 

@@ -34,6 +34,8 @@
 #define AT_MAX_VECTORS 3 /* widest tile, in vectors of rows */
 #define AT_MAX_ROWS 48   /* rows of the largest block of any ISA */
 #define AT_ALIGN 64
+#define AT_PANEL 16    /* keys per panel, the layout of stored keys: panel[d][AT_PANEL] */
+#define AT_FEW_KEYS 64 /* keys that few_scores brings into panels at once */
 
 /* Rows that are needed soon and lie outside the core's caches: `bytes` from rows[r] + offset on, or from data + r * stride
  * where rows is NULL. Their way from L3 or memory hides behind the scores, if it is spread over their tiles; as one burst it
@@ -54,9 +56,11 @@ typedef struct {
     void (*pack)(void* qt, const char* const* rows, ptrdiff_t n_rows, int vectors, ptrdiff_t width, double factor);
 
     /* st[j][n] for `keys` keys from k on; running_max[n] = max(running_max, st), NaN ignored. Index: vectors - 1.
+     * k_step: elements between the widths of a key, 1, or AT_PANEL for panels, of which k_stride is 1 / AT_PANEL.
      * ahead: what to fetch meanwhile. */
     void (*scores[AT_MAX_VECTORS])(void* st, void* running_max, const void* qt, const char* k, ptrdiff_t k_stride,
-                                   ptrdiff_t width, ptrdiff_t keys, const at_ahead* ahead, int n_ahead);
+                                   ptrdiff_t k_step, ptrdiff_t width, ptrdiff_t keys, const at_ahead* ahead,
+                                   int n_ahead);
 
     /* st[j][r] += log2(e) * rows[r][j], finite bias staying finite; an infinite bias replaces the score. */
     void (*add_bias)(void* st, void* running_max, const char* const* rows, ptrdiff_t key_stride, ptrdiff_t n_rows,
@@ -97,6 +101,42 @@ typedef struct {
 
     /* row[j] *= exp2(chunk_max - m) / l: turns the weights of one chunk into final ones. */
     void (*rescale)(void* row, ptrdiff_t keys, double chunk_max, double m, double l);
+
+    /* ---- Few rows: lanes are keys, then columns (few.inc). Scores lie in s[r][AT_CHUNK], values in o[r][pitch] with
+     * pitch = width rounded up to AT_PANEL, and row r of a group reads the same k and v as its neighbours. ---- */
+
+    /* q[r][width] = factor * rows[r]. */
+    void (*few_pack)(void* q, const char* const* rows, ptrdiff_t n_rows, ptrdiff_t width, double factor);
+
+    /* Keys as panels, one after the other; the last one is filled up with zeros. */
+    void (*to_panels)(void* panels, const char* k, ptrdiff_t k_stride, ptrdiff_t width, ptrdiff_t keys);
+
+    /* Scores of `keys` keys. panels: scratch for AT_FEW_KEYS keys; NULL: k is panels, k_stride does not count. Up to
+     * AT_PANEL - 1 scores beyond `keys` are written too. */
+    void (*few_scores)(void* s, const void* q, ptrdiff_t n_rows, const char* k, ptrdiff_t k_stride, void* panels,
+                       ptrdiff_t width, ptrdiff_t keys, const char* ahead, ptrdiff_t ahead_stride);
+
+    /* Of one row: s[j] += log2(e) * bias[j], as add_bias; s[j] -= slope * |position - j|, as alibi; s[j] = -inf where
+     * bit j % 32 of words[j / 32 * pitch] is 0. Scores beyond `keys`, up to whole vectors, become anything. */
+    void (*few_bias)(void* s, const char* bias, ptrdiff_t key_stride, ptrdiff_t keys);
+    void (*few_alibi)(void* s, double slope, double position, ptrdiff_t keys);
+    void (*few_exclude)(void* s, const uint32_t* words, ptrdiff_t pitch, ptrdiff_t keys);
+
+    /* Of one row: s = exp2(s - max), returns the maximum. mark as in softmax. */
+    double (*few_softmax)(void* s, ptrdiff_t keys, int mark);
+
+    /* o[r][e] = sum_j s[r][j] * v[j][e] and l[r] = sum_j s[r][j]; marked as in values_marked. */
+    void (*few_values)(void* o, void* l, const void* s, ptrdiff_t n_rows, const char* v, ptrdiff_t v_stride,
+                       ptrdiff_t width, ptrdiff_t keys, const char* ahead, ptrdiff_t ahead_stride);
+    void (*few_values_marked)(void* o, void* l, const void* s, ptrdiff_t n_rows, const char* v, ptrdiff_t v_stride,
+                              ptrdiff_t width, ptrdiff_t keys);
+
+    /* Chunk maxima and sums [n] into m and l, as softmax does; alpha and beta for few_blend. */
+    void (*few_merge)(const void* top, const void* sum, void* m, void* l, void* alpha, void* beta, int vectors);
+
+    /* o[n] = beta * chunk[n] + alpha * o[n], n whole vectors; row[width] = factor * o[width], -0.0 becoming 0.0. */
+    void (*few_blend)(void* o, const void* chunk, ptrdiff_t n, double alpha, double beta);
+    void (*few_store)(char* row, const void* o, ptrdiff_t width, double factor);
 
     /* Second pass with the logsumexp known (in units of log2(e), +inf for a row that does not count):
      * st = weight = exp2(st - lse); entropy[r] -= weight * log2(weight); largest[r] = max(largest, weight);

@@ -1,0 +1,177 @@
+# Few rows of queries (decoding): the same pass, the same order of operations, other tiles (kernels/few.inc).
+#
+#     for each task = (some heads of keys, or a part of the chunks of one)      one thread, own scratch
+#         for each chunk of 256 keys that some row may see:
+#             scores (the chunk's values are fetched meanwhile), changes, exclusion, softmax: one row after the other
+#             values (the next chunk's keys are fetched meanwhile)
+#             merge into m, l, o; or leave the chunk's maximum, sum and values to the end
+#         o / l
+#
+# Such a call is a single reading of K and V, each row once for all query rows of the group, so it is bound by memory; what
+# this file does is to keep reading while it computes. If there are fewer heads than the threads need, threads share the
+# chunks of a head. To keep the bits, their results are then merged chunk by chunk from the left, as one thread does it.
+#
+# Included by _core.pyx after _blocks.pxi and before _pass.pxi, whose score_chunk, start_rows and close_rows it uses.
+
+cdef struct Part:                               # what one chunk gives
+    char *top                                   # [pitch] maximum of the scores
+    char *sum                                   # [pitch] sum of the weights
+    char *values                                # [row][few_pitch]
+
+
+cdef void score_few(const Job *job, Block *block, Shared *shared, const char *k, const char *v, Py_ssize_t chunk,
+                    Py_ssize_t start, Py_ssize_t stop, int kind) noexcept nogil:
+    """Final scores of the keys chunk + start .. chunk + stop into shared.st[row][AT_CHUNK]."""
+    cdef const at_tiles *tiles = job.tiles
+    cdef Py_ssize_t item = <Py_ssize_t> tiles.itemsize, n = stop - start, key = chunk + start, r
+    cdef char *s = shared.st + start * item
+    if kind == NONE:
+        for r in range(block.n_rows):
+            fill_reals(s + r * AT_CHUNK * item, item, n, -INFINITY)
+        return
+    tiles.few_scores(s, block.qt, block.n_rows, k + start * job.k.row, job.k.row,
+                     NULL if job.pages != NULL else shared.panels, job.width, n,
+                     v + start * job.v.row if job.fetch else NULL, job.v.row)
+    for r in range(block.n_rows):
+        if job.softcap != 0:
+            tiles.softcap(s, shared.unused, 1, (n + tiles.lanes - 1) // tiles.lanes, -2 / job.softcap, job.softcap * LOG2E)
+        if job.bias.data != NULL:
+            tiles.few_bias(s, block.bias_rows[r] + key * job.bias.column, job.bias.column, n)
+        if job.slopes != NULL:
+            tiles.few_alibi(s, real_at(block.slope + r * item, item), <double> (block.row_position[r] - key), n)
+        if kind == MIXED:
+            tiles.few_exclude(s, shared.words + start // AT_WORD * block.pitch + r, block.pitch, n)
+        s += AT_CHUNK * item
+
+
+cdef inline Part own_part(Shared *shared) noexcept nogil:
+    cdef Part part
+    part.top, part.sum, part.values = shared.top, shared.sum, shared.values
+    return part
+
+
+cdef inline Part partial(const Job *job, Py_ssize_t head, Py_ssize_t c, char **visited) noexcept nogil:
+    """The place of chunk c of a head (counted over all items) among the partial results."""
+    cdef Part part
+    cdef char *p = job.partials + (head * job.partials_per_head + c) * job.partial_bytes
+    cdef Py_ssize_t reals = aligned(largest_pitch(job) * <Py_ssize_t> job.tiles.itemsize)
+    visited[0], part.top, part.sum, part.values = p, p + AT_ALIGN, p + AT_ALIGN + reals, p + AT_ALIGN + 2 * reals
+    return part
+
+
+cdef void weigh_few(const Job *job, Block *block, Shared *shared, Part part, const char *v, Py_ssize_t start,
+                    Py_ssize_t stop, const char *ahead, bint careful) noexcept nogil:
+    """Softmax and values of the keys start .. stop of a chunk, whose scores are in shared.st. v: of the chunk."""
+    cdef const at_tiles *tiles = job.tiles
+    cdef Py_ssize_t item = <Py_ssize_t> tiles.itemsize, r
+    cdef char *s = shared.st + start * item
+    for r in range(block.n_rows):
+        set_real(part.top + r * item, item, tiles.few_softmax(s + r * AT_CHUNK * item, stop - start, careful))
+    if careful:
+        tiles.few_values_marked(part.values, part.sum, s, block.n_rows, v + start * job.v.row, job.v.row, job.value_width,
+                                stop - start)
+    else:
+        tiles.few_values(part.values, part.sum, s, block.n_rows, v + start * job.v.row, job.v.row, job.value_width,
+                         stop - start, ahead, job.k.row)
+
+
+cdef void merge_part(const Job *job, Block *block, Shared *shared, Part part) noexcept nogil:
+    cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, r, row = job.few_pitch * item
+    job.tiles.few_merge(part.top, part.sum, block.m, block.l, shared.alpha, shared.beta, block.vectors)
+    if block.first:
+        memcpy(block.ot, part.values, block.n_rows * row)
+    else:
+        for r in range(block.n_rows):
+            job.tiles.few_blend(block.ot + r * row, part.values + r * row, job.few_pitch,
+                                real_at(shared.alpha + r * item, item), real_at(shared.beta + r * item, item))
+    block.first = False
+
+
+cdef inline const char *keys_ahead(const Job *job, Py_ssize_t b, Py_ssize_t head, Py_ssize_t c,
+                                   Py_ssize_t end) noexcept nogil:
+    """Keys to fetch during the values of chunk c: the next chunk of this head, else the first one of the next head."""
+    if not job.fetch:
+        return NULL
+    if c + 1 == end and job.heads_per_task > 1 and head + 1 < job.kv_heads:
+        head, c = head + 1, c + 1 - end
+    elif c + 1 < end:
+        c += 1
+    else:
+        return NULL
+    return key_chunk(job, b, head, c) if is_stored(job, b, c) else NULL
+
+
+cdef void visit_few(const Job *job, Block *block, Shared *shared, Py_ssize_t b, Py_ssize_t head, Py_ssize_t part,
+                    bint careful) noexcept nogil:
+    """The chunks that some row sees, or their part of job.parts; careful: all of them, again."""
+    cdef Py_ssize_t first = block.lo // AT_CHUNK, end = max(chunks_before(block.hi), first), c, start, stop
+    cdef Py_ssize_t n = end - first
+    cdef bint whole = job.parts == 1 or careful
+    cdef char *visited
+    cdef const char *v
+    cdef Part own = own_part(shared), there
+    start_rows(job, block)
+    if not whole:
+        first, end = first + n * part // job.parts, first + n * (part + 1) // job.parts
+    job.tiles.few_pack(block.qt, block.q_rows, block.n_rows, job.width, job.factor)
+    for c in range(first, end):
+        v = value_chunk(job, b, head, c)
+        if whole:
+            if score_chunk(job, block, shared, key_chunk(job, b, head, c), v, c * AT_CHUNK, &start, &stop):
+                weigh_few(job, block, shared, own, v, start, stop, keys_ahead(job, b, head, c, end), careful)
+                merge_part(job, block, shared, own)
+            continue
+        there = partial(job, b * job.kv_heads + head, c, &visited)
+        visited[0] = score_chunk(job, block, shared, key_chunk(job, b, head, c), v, c * AT_CHUNK, &start, &stop)
+        if visited[0]:
+            memcpy(there.top, shared.top, block.pitch * job.tiles.itemsize)      # lanes that are no rows: -inf and 0
+            memcpy(there.sum, shared.sum, block.pitch * job.tiles.itemsize)
+            weigh_few(job, block, shared, there, v, start, stop, keys_ahead(job, b, head, c, end), careful)
+
+
+cdef void close_few(const Job *job, Block *block, Shared *shared, Py_ssize_t b, Py_ssize_t head) noexcept nogil:
+    """o / l to the caller's layout; lse if wanted."""
+    cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, r, row = job.few_pitch * item
+    if block.first:                             # no row sees any key
+        memset(block.ot, 0, block.n_rows * row)
+    elif ((job.mask.data != NULL or job.lo != NULL or job.bias.data != NULL)
+            and job.tiles.any_nan(block.ot, 1, block.n_rows * job.few_pitch // job.tiles.lanes)):
+        # It may be 0 * NaN or 0 * Inf from the value row of an excluded key: redo with those keys left out.
+        visit_few(job, block, shared, b, head, 0, True)
+    close_rows(job, block, shared)
+    for r in range(block.n_rows):
+        job.tiles.few_store(block.out_rows[r], block.ot + r * row, job.value_width,
+                            real_at(shared.alpha + r * item, item))
+
+
+cdef void few_task(void *job_pointer, Py_ssize_t index, int slot) noexcept nogil:
+    cdef const Job *job = <const Job *> job_pointer
+    cdef char *free_bytes = job.scratch + slot * job.scratch_per_slot
+    cdef Shared *shared = open_shared(job, &free_bytes)
+    cdef Block *block = <Block *> take(&free_bytes, sizeof(Block))
+    cdef Py_ssize_t head = index // job.parts * job.heads_per_task, b
+    cdef Py_ssize_t end = min(head + job.heads_per_task, job.batch * job.kv_heads)
+    for head in range(head, end):
+        b = head // job.kv_heads
+        open_block(job, block, free_bytes, b, head % job.kv_heads, 0)
+        visit_few(job, block, shared, b, head % job.kv_heads, index % job.parts, False)
+        if job.parts == 1:
+            close_few(job, block, shared, b, head % job.kv_heads)
+
+
+cdef void merge_task(void *job_pointer, Py_ssize_t head, int slot) noexcept nogil:
+    """The partial results of one head, from the left."""
+    cdef const Job *job = <const Job *> job_pointer
+    cdef char *free_bytes = job.scratch + slot * job.scratch_per_slot
+    cdef Shared *shared = open_shared(job, &free_bytes)
+    cdef Block *block = <Block *> take(&free_bytes, sizeof(Block))
+    cdef Py_ssize_t b = head // job.kv_heads, c
+    cdef char *visited
+    cdef Part there
+    open_block(job, block, free_bytes, b, head % job.kv_heads, 0)
+    start_rows(job, block)
+    for c in range(block.lo // AT_CHUNK, chunks_before(block.hi)):
+        there = partial(job, head, c, &visited)
+        if visited[0]:
+            merge_part(job, block, shared, there)
+    close_few(job, block, shared, b, head % job.kv_heads)

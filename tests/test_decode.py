@@ -1,0 +1,164 @@
+"""Few rows of queries take tiles of their own, with lanes over keys; they must give the very bits of a long prefill."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import FMA_ISAS, available_isas
+from numpy.testing import assert_allclose, assert_array_equal
+from oracle import oracle, tolerance
+
+from attentile import attention, use_backend
+
+ROWS, KEYS, WIDTH, HEADS, KEY_HEADS = 70, 700, 40, 6, 2
+rng = np.random.default_rng(40)
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True, "q_start": 600},
+    "window": {"window": (90, 40), "q_start": 300},
+    "window without keys": {"window": (3, 3), "q_start": 690},
+    "lengths": {"key_lengths": [700, 33]},
+    "no keys": {"key_lengths": [0, 700]},
+    "prefix": {"causal": True, "q_start": -30, "prefix_lengths": [5, 300]},
+    "segments": {"segments": (np.repeat([2, 1], 35), np.repeat([0, 1, 2, 1], 175))},
+    "mask": {"mask": rng.random((2, 1, ROWS, KEYS)) < 0.5},
+    "empty rows": {"mask": (rng.random((2, HEADS, ROWS, KEYS)) < 0.5) & (np.arange(ROWS) % 3 > 0)[:, None]},
+    "bias": {"bias": rng.standard_normal((HEADS, ROWS, KEYS)).astype(np.float32)},
+    "bias of keys": {"bias": np.where(rng.random(KEYS) < 0.3, -np.inf, 3).astype(np.float32)},
+    "large bias": {"bias": (rng.uniform(-3e38, 3e38, (ROWS, KEYS))).astype(np.float32)},
+    "strided bias": {"bias": rng.standard_normal((KEYS, ROWS, HEADS)).astype(np.float32).T},
+    "softcap": {"softcap": 1.5},
+    "sinks": {"sinks": rng.standard_normal(HEADS)},
+    "alibi": {"alibi_slopes": 2.0 ** -np.arange(HEADS), "q_start": 630},
+    "all": {
+        "causal": "lower_right",
+        "window": (500, 0),
+        "key_lengths": [700, 650],
+        "mask": rng.random((ROWS, KEYS)) < 0.8,
+        "bias": rng.standard_normal((HEADS, 1, KEYS)).astype(np.float32),
+        "softcap": 4.0,
+        "sinks": rng.standard_normal(HEADS),
+        "alibi_slopes": 2.0 ** -np.arange(HEADS),
+    },
+}
+
+
+def same_bits(a: Any, b: Any) -> None:
+    assert_array_equal(a, b)
+    number = ~np.isnan(a)
+    assert_array_equal(np.signbit(a[number]), np.signbit(b[number]))
+
+
+def assert_same(impl: str, a: Any, b: Any) -> None:
+    """The same bits from the kernels; NumPy's matmul depends on the shape."""
+    if impl == "reference":
+        assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    else:
+        same_bits(a, b)
+
+
+def of_rows(options: dict[str, Any], first: int, n: int) -> dict[str, Any]:
+    """The options of rows first .. first + n alone."""
+    cut = dict(options)
+    for name in ("mask", "bias"):
+        if name in cut and np.ndim(cut[name]) >= 2 and np.shape(cut[name])[-2] == ROWS:
+            cut[name] = cut[name][..., first : first + n, :]
+    if "q_start" in cut:
+        cut["q_start"] = cut["q_start"] + first
+    if "segments" in cut:
+        cut["segments"] = (cut["segments"][0][first : first + n], cut["segments"][1])
+    if cut.get("causal") == "lower_right":
+        cut["causal"], cut["q_start"] = True, np.array(cut["key_lengths"]) - ROWS + first
+    return cut
+
+
+def assert_right(out: Any, q: Any, k: Any, v: Any, allowed: Any) -> None:
+    clean_k, clean_v = np.nan_to_num(k, posinf=0), np.nan_to_num(v, posinf=0)  # the oracle's yardstick uses all keys
+    expected = oracle(q, clean_k, clean_v, allowed)
+    assert np.abs(out - expected.out).max() <= tolerance(q, clean_k, clean_v, allowed, expected)
+
+
+@pytest.fixture(params=[np.float32, np.float64], ids=["float32", "float64"])
+def qkv(request: pytest.FixtureRequest) -> tuple[Any, ...]:
+    shapes = (2, HEADS, ROWS, WIDTH), (2, KEY_HEADS, KEYS, WIDTH), (2, KEY_HEADS, KEYS, WIDTH + 5)
+    return tuple(np.random.default_rng(41).standard_normal(shape).astype(request.param) for shape in shapes)
+
+
+@pytest.mark.parametrize("isa", FMA_ISAS)
+@pytest.mark.parametrize("case", OPTIONS)
+def test_few_rows_are_prefill_rows(qkv: Any, isa: str, case: str) -> None:
+    if isa not in available_isas():
+        pytest.skip(f"{isa}: not available on this host or in this build")
+    q, k, v = qkv
+    options = OPTIONS[case]
+    with use_backend("compiled", isa):
+        for threads in (1, 2):
+            whole = attention(q, k, v, return_lse=True, num_threads=threads, **options)
+            for first, n in ((0, 1), (34, 1), (36, 2), (69, 1), (60, 3)):
+                some = attention(
+                    q[:, :, first : first + n], k, v, return_lse=True, num_threads=threads,
+                    **of_rows(options, first, n),
+                )  # fmt: skip
+                same_bits(some.out, whole.out[:, :, first : first + n])
+                same_bits(some.lse, whole.lse[:, :, first : first + n])
+
+
+@pytest.mark.parametrize("isa", FMA_ISAS)
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 12, 30, 48])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_heads_that_share_keys_and_threads_that_share_a_head(isa: str, group: int, dtype: Any) -> None:
+    """One head of keys: with two threads its chunks are divided, whatever the group; the bits stay."""
+    if isa not in available_isas():
+        pytest.skip(f"{isa}: not available on this host or in this build")
+    rng = np.random.default_rng(group)
+    q, k, v = (rng.standard_normal((1, h, n, 64)).astype(dtype) for h, n in ((group, 1), (1, 9000), (1, 9000)))
+    padding = {"key_lengths": 8500, "mask": rng.random((group, 1, 9000)) < 0.9}
+    with use_backend("compiled", isa):
+        for options in ({}, padding):
+            full = attention(np.repeat(q, 50, axis=2), k, v, num_threads=1, **options)[:, :, :1]
+            for threads in (1, 2, 3, 8):
+                same_bits(attention(q, k, v, num_threads=threads, **options), full)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_poison_after_the_end_and_before_it(impl: str, value: float, threads: int) -> None:
+    rng = np.random.default_rng(6)
+    for n in (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 255, 256, 257, 300, 511, 513, 600):
+        shapes = (1, 4, 1, 24), (1, 2, 700, 24), (1, 2, 700, 24)
+        q, k, v = (rng.standard_normal(shape, np.float32) for shape in shapes)
+        clean = attention(q, k[:, :, :n], v[:, :, :n])
+        k[:, :, n:], v[:, :, n:] = value, value
+        assert_same(impl, attention(q, k, v, key_lengths=n, num_threads=threads), clean)
+        mask = np.arange(700) < n
+        mask[: n // 3] = False
+        k[:, :, : n // 3], v[:, :, : n // 3] = value, value
+        masked = attention(q, k, v, mask=mask[None], num_threads=threads)
+        assert_right(masked, q, k, v, np.broadcast_to(mask, (1, 4, 1, 700)))
+        v[:, :, n - 1, 3] = value
+        assert not np.isfinite(attention(q, k, v, key_lengths=n, num_threads=threads)[..., 3]).any()
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 7, 8, 15, 16, 17, 33, 64, 80, 129])
+@pytest.mark.parametrize("value_width", [1, 5, 16, 31, 64, 144])
+def test_odd_widths(impl: str, width: int, value_width: int) -> None:
+    rng = np.random.default_rng(width)
+    for keys in (1, 5, 16, 33, 300):
+        q, k, v = (
+            rng.standard_normal((2, heads, rows, columns), np.float32)
+            for heads, rows, columns in ((6, 1, width), (2, keys, width), (2, keys, value_width))
+        )
+        assert_right(attention(q, k, v), q, k, v, np.ones((2, 6, 1, keys), bool))
+
+
+def test_any_strides(impl: str) -> None:
+    rng = np.random.default_rng(8)
+    q = rng.standard_normal((2, 1, 6, 32), np.float32).swapaxes(1, 2)
+    k, v = (rng.standard_normal((2, 400, 3, 32), np.float32).swapaxes(1, 2)[:, :, ::-1] for _ in range(2))
+    contiguous = attention(*(np.ascontiguousarray(x) for x in (q, k, v)))
+    assert_same(impl, attention(q, k, v), contiguous)
+    out = np.zeros((2, 1, 6, 64), np.float32)[..., ::-1][..., 32:][..., ::-1].swapaxes(1, 2)
+    assert_same(impl, attention(q, k, v, out=out), contiguous)
