@@ -261,8 +261,7 @@ class Decoder:
     def new_caches(self, capacity: int | None = None) -> list[TimedCache]:
         """Empty caches, one per layer, for one conversation of at most `capacity` tokens (None: it grows)."""
         shapes = ((layer.attention.num_kv_heads, layer.attention.head_dim) for layer in self.layers)
-        rotary = self.layers[0].attention.rotary  # the cache turns each key once, when it comes in
-        return [TimedCache(1, *shape, capacity, rotary=rotary) for shape in shapes]
+        return [TimedCache(1, *shape, capacity) for shape in shapes]  # the layers turn keys before they come in
 
     def logits(self, ids: Sequence[int], caches: Sequence[KVCache] | None = None) -> Floats:
         """Return the logits (V) of the token after `ids`, which the caches (if given) are extended by."""

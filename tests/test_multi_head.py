@@ -345,6 +345,15 @@ def test_empty_axes(shape):
         assert layer(np.empty(shape)).shape == shape
 
 
+@pytest.mark.parametrize(("batch", "rows"), [(0, 3), (2, 0), (0, 0)])
+def test_empty_axes_with_a_cache(batch, rows):
+    layer = make(kv_heads=2).layer(rotary={})
+    for turns in (None, {}):
+        cache = cache_for(layer, batch, rotary=turns)
+        assert layer(np.empty((batch, rows, 12)), cache=cache).shape == (batch, rows, 12)
+        assert cache.lengths.tolist() == [rows] * batch
+
+
 def test_no_key_gives_the_bias_of_the_output():
     w = make()
     assert_array_equal(w.layer()(normal(3, 12), np.empty((0, 12))), np.tile(w.b_o, (3, 1)))

@@ -369,7 +369,8 @@ class MultiHeadAttention:
         return q, k, v
 
     def _turn(self, x: Array, positions: Any) -> Array:
-        return rotary_embedding(x, positions, **(self.rotary or {}), out=x)
+        """x (..., heads, L, head_dim), which is ours, turned: in place, but for one row a new array is quicker."""
+        return rotary_embedding(x, positions, **(self.rotary or {}), out=x if x.shape[-2] > 1 else None)
 
     def _attend_cached(
         self, q: Array, k: Array, v: Array, cache: KVCache, positions: Any, lengths: Any, options: dict[str, Any]
@@ -377,7 +378,9 @@ class MultiHeadAttention:
         """Appends k and v and attends; if either fails the cache is as before."""
         before = cache.lengths
         if self.rotary is not None and cache._rotary is None:
-            if positions is None:
+            if positions is None and (before == before[:1]).all():
+                positions = int(before[0]) if before.size else None  # an int is the quickest form
+            elif positions is None:
                 positions = before[:, None] + np.arange(q.shape[-2])
             q, k = self._turn(q, positions), self._turn(k, positions)
         if lengths is not None and options.get("q_start") is None:
