@@ -4,10 +4,10 @@
     python examples/layer_times.py                         contexts of 64 and 1024 tokens
     python examples/layer_times.py --contexts 256 4096
 
-Each part is run by itself, with the model's weights and shapes, for all 30 layers; then the whole model. What the parts
-do not explain is Python between them, and caches of the processor that a part has to itself when it runs alone: inside
-the model the weights, 540 MB per token, displace everything else. Read it to see what attentile is responsible for
-(attention, cache, rotary) and what NumPy's matrix products take.
+Each part is run by itself, with the model's weights and shapes, for all 30 layers; so is the whole model. The row "not
+in a part" is Python between them, and what a part gains by running alone: inside the model the weights, 540 MB per
+token, displace everything else from the processor's caches. Where parts vary by more than that it may be negative.
+attentile is responsible for attention, cache and rotary; the matrix products, which dominate, are NumPy's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from smollm2 import Decoder, Floats, Sampler, explain_missing, package_file, rea
 
 from attentile import KVCache, rotary_embedding
 
-Parts = dict[str, Callable[[], object]]
+Work = Callable[[], object]
 
 
 def normal(*shape: int) -> Floats:
@@ -31,7 +31,7 @@ def normal(*shape: int) -> Floats:
     return np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
 
 
-def products(weights: dict[str, Floats], rows: int) -> Callable[[], object]:
+def products(weights: dict[str, Floats], rows: int) -> Work:
     """Every matrix product of a pass over `rows` tokens; the output's is for the last row only."""
     matrices = [(weight, rows) for name, weight in weights.items() if name.startswith("blk.") and weight.ndim == 2]
     matrices.append((weights.get("output.weight", weights["token_embd.weight"]), 1))
@@ -39,8 +39,13 @@ def products(weights: dict[str, Floats], rows: int) -> Callable[[], object]:
     return lambda: [inputs[weight.shape[1], n] @ weight.T for weight, n in matrices]
 
 
-def parts_of(model: Decoder, weights: dict[str, Floats], context: int, rows: int) -> Parts:
-    """The parts of a pass over `rows` tokens that follow `context` others, each for all layers."""
+def cut_back(caches: Sequence[KVCache], context: int) -> Work:
+    """What makes the caches as they were before the pass."""
+    return lambda: [cache.truncate(context) for cache in caches]
+
+
+def parts_of(model: Decoder, weights: dict[str, Floats], context: int, rows: int) -> dict[str, tuple[Work, Work]]:
+    """(work, what undoes it) of each part of a pass over `rows` tokens that follow `context` others, for all layers."""
     layers, attention, width = model.layers, model.layers[0].attention, model.embedding.shape[1]
     hidden, narrow = normal(rows, layers[0].gate_up.shape[1]), normal(rows, width)
     q = normal(1, attention.num_heads, rows, attention.head_dim)
@@ -51,13 +56,8 @@ def parts_of(model: Decoder, weights: dict[str, Floats], context: int, rows: int
         cache.append(before, before)
         cache.append(k, k)
     targets = [cache.fork() for cache in caches]
-    for target in targets:
-        target.truncate(context)
-
-    def append() -> None:
-        for target in targets:
-            target.append(k, k)
-            target.truncate(context)
+    undo_append = cut_back(targets, context)
+    undo_append()
 
     def rotary() -> None:
         for _ in layers:
@@ -75,31 +75,26 @@ def parts_of(model: Decoder, weights: dict[str, Floats], context: int, rows: int
             _ = silu(gate) * up, narrow + narrow, narrow + narrow
 
     logits, choose = normal(model.output.shape[1]), Sampler()
-    return {
+    works: dict[str, Work] = {
         "matrix products (NumPy)": products(weights, rows),
         "attention": lambda: [cache.attend(q) for cache in caches],
-        "cache: append": append,
+        "cache: append": lambda: [target.append(k, k) for target in targets],
         "rotary": rotary,
         "norms (NumPy)": norms,
         "SwiGLU, sums (NumPy)": elementwise,
         "choosing the token (NumPy)": lambda: choose(logits),
     }
+    return {name: (work, undo_append if "append" in name else lambda: None) for name, work in works.items()}
 
 
-def whole(model: Decoder, context: int, rows: int) -> Callable[[], object]:
-    """The model itself on the same shapes."""
+def whole(model: Decoder, context: int, rows: int) -> tuple[Work, Work]:
+    """The model itself on the same shapes, and what undoes it."""
     caches = model.new_caches()
     for cache in caches:
         before = normal(1, cache.kv_heads, context, cache.head_dim)
         cache.append(before, before)
     ids, choose = [5] * rows, Sampler()
-
-    def run() -> None:
-        choose(model.logits(ids, caches))
-        for cache in caches:
-            cache.truncate(context)
-
-    return run
+    return lambda: choose(model.logits(ids, caches)), cut_back(caches, context)
 
 
 def measure(
@@ -109,10 +104,11 @@ def measure(
     runs = {**parts_of(model, weights, context, rows), "": whole(model, context, rows)}
     best = dict.fromkeys(runs, float("inf"))
     for _ in range(repeats + 1):  # one more: the first touches fresh memory
-        for name, run in runs.items():
+        for name, (work, undo) in runs.items():
             start = time.perf_counter()
-            run()
+            work()
             best[name] = min(best[name], time.perf_counter() - start)
+            undo()
     return best, best.pop("")
 
 

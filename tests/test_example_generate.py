@@ -325,7 +325,14 @@ def test_layer_times(monkeypatch, capsys):
     monkeypatch.setattr(layer_times, "explain_missing", lambda program, path: None)
     monkeypatch.setattr(layer_times, "read_gguf", lambda path: (metadata, weights))
     whole = layer_times.whole
-    monkeypatch.setattr(layer_times, "whole", lambda *shape: lambda: (whole(*shape)(), time.sleep(0.03)))
+
+    def run(*shape: Any) -> None:
+        model = shape[0]
+        work, undo = whole(*shape)
+        assert 0 <= work() < model.output.shape[1]
+        undo()
+
+    monkeypatch.setattr(layer_times, "whole", lambda *shape: (lambda: (run(*shape), time.sleep(0.03)), lambda: None))
     assert layer_times.main(["--contexts", "3", "20", "--repeats", "2"]) == 0
     decode, prompt = capsys.readouterr().out.strip().split("\n\n")
     for table, title in ((decode, "one token after"), (prompt, "a prompt of")):
