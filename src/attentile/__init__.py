@@ -7,6 +7,7 @@ from .draw import draw_mask
 from .explain import Explanation, explain
 from .masks import segment_ids
 from .merge import merge_attention
+from .multi_head import MultiHeadAttention
 from .positions import alibi_slopes, positional_encoding, relative_bias, t5_bias, t5_buckets
 from .rotary import rotary_embedding
 from .stats import AttentionStats, attention_stats
@@ -17,6 +18,7 @@ __all__ = [
     "AttentionStats",
     "Explanation",
     "KVCache",
+    "MultiHeadAttention",
     "alibi_slopes",
     "attention",
     "attention_stats",

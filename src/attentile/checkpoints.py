@@ -1,0 +1,165 @@
+"""The arrays of an attention layer by the names that checkpoints give them.
+
+A convention is a row of `CONVENTIONS`: the names of its arrays, how a weight is used, and what else follows from it. To
+add one, add a row and a case in tests/test_multi_head.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+_NAME = "MultiHeadAttention.from_arrays"
+_SHOWN = 16  # names listed in an error
+
+# Arrays that change the result in a way that MultiHeadAttention does not compute; to ignore them would be wrong.
+_REFUSED = re.compile(
+    r"(^|[._])((q|k|query|key|sub)_?(norm|layernorm|ln)|bias_[kv]|[qkv]_bias|\w*sinks|distance_embedding)(\.|$)"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Convention:
+    """Names below the place of the layer. One weight before w_o: q, k and v are fused."""
+
+    models: str
+    weights: tuple[str, ...]  # of q, k, v (or the fused one), then of the output
+    biases: tuple[str, ...]  # the same; fewer names than weights: the first is the bias of q, k and v together
+    transposed: bool = True  # used as x @ W.T, as PyTorch's Linear does
+    options: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the constructor
+
+
+def _linear(models: str, *names: str, **rest: Any) -> Convention:
+    return Convention(models, tuple(f"{n}.weight" for n in names), tuple(f"{n}.bias" for n in names), **rest)
+
+
+CONVENTIONS = (
+    Convention("nn.MultiheadAttention", ("in_proj_weight", "out_proj.weight"), ("in_proj_bias", "out_proj.bias")),
+    Convention(
+        "nn.MultiheadAttention with kdim or vdim",
+        ("q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight"), ("in_proj_bias", "out_proj.bias"),
+    ),
+    _linear("Llama, Mistral, Qwen2", "q_proj", "k_proj", "v_proj", "o_proj"),
+    _linear("OPT, CLIP, Whisper", "q_proj", "k_proj", "v_proj", "out_proj"),
+    _linear("Phi-3", "qkv_proj", "o_proj"),
+    _linear("BERT", "self.query", "self.key", "self.value", "output.dense"),
+    _linear("ViT", "attention.query", "attention.key", "attention.value", "output.dense"),
+    _linear("GPT-2", "c_attn", "c_proj", transposed=False),
+    _linear("GPT-NeoX, BLOOM, Falcon", "query_key_value", "dense", options={"per_head": True}),
+    _linear("T5", "q", "k", "v", "o", options={"scale": 1.0}),
+    _linear("ViT of timm", "qkv", "proj"),
+    _linear("GGUF", "attn_q", "attn_k", "attn_v", "attn_output"),
+    _linear("GGUF, fused", "attn_qkv", "attn_output"),
+)  # fmt: skip
+
+
+class Found(NamedTuple):
+    """What the constructor of MultiHeadAttention takes."""
+
+    weights: tuple[Any, Any, Any, Any]  # w_q, w_k, w_v, w_o; w_k and w_v None if w_q is fused
+    options: dict[str, Any]
+
+
+def find_attention(arrays: Mapping[str, Any], prefix: str) -> Found:
+    """The layer below prefix, by the only convention whose weights are all there."""
+    if not isinstance(prefix, str):
+        raise TypeError(f"{_NAME}: prefix is {prefix!r}; it must be a string")
+    if not callable(getattr(arrays, "keys", None)):
+        raise TypeError(f"{_NAME}: arrays is a {type(arrays).__name__}; it must be a mapping from names to arrays")
+    if prefix and not prefix.endswith("."):
+        prefix += "."
+    names = [name for name in arrays.keys() if name.startswith(prefix)]  # noqa: SIM118 (a lazy file may not iterate)
+    candidates = _candidates(names, prefix)
+    complete = [(row, place) for (row, place), found in candidates.items() if len(found) == len(row.weights)]
+    if len(complete) != 1:
+        raise ValueError(_not_one(names, prefix, candidates, complete))
+    convention, place = complete[0]
+    refused = sorted(name for name in names if name.startswith(place) and _REFUSED.search(name[len(place) :]))
+    if refused:
+        raise ValueError(
+            f"{_NAME}: {_listed(refused)} would change the result in a way that is not supported; "
+            "to go on without, leave it out of arrays (sinks can be given to the call)"
+        )
+    return _take(arrays, set(names), convention, place)
+
+
+def _candidates(names: list[str], prefix: str) -> dict[tuple[Convention, str], list[str]]:
+    """For each convention and place where some of its weights are: their names, without the place."""
+    candidates: dict[tuple[Convention, str], list[str]] = {}
+    for convention in CONVENTIONS:
+        for weight in convention.weights:
+            for name in names:
+                place = name[: -len(weight)]
+                if name.endswith(weight) and (place == prefix or (place.startswith(prefix) and place.endswith("."))):
+                    candidates.setdefault((convention, place), []).append(weight)
+    return candidates
+
+
+def _not_one(
+    names: list[str], prefix: str, candidates: dict[tuple[Convention, str], list[str]],
+    complete: list[tuple[Convention, str]],
+) -> str:  # fmt: skip
+    """The message if no layer is complete, or more than one is."""
+    if complete:
+        layers = _listed([f"{place}{convention.weights[0]} ({convention.models})" for convention, place in complete])
+        return (
+            f"{_NAME}: {len(complete)} attention layers lie below prefix {prefix!r}: {layers}; give the prefix of one"
+        )
+    begun = []
+    for (convention, place), found in candidates.items():
+        missing = [place + weight for weight in convention.weights if weight not in found]
+        if found != [convention.weights[-1]]:  # other parts of a model have an output of this name too
+            begun.append(f"{convention.models} without {', '.join(missing)}")
+    known = "; ".join(f"{row.models}: {', '.join(row.weights)}" for row in CONVENTIONS)
+    return (
+        f"{_NAME}: no known attention layer lies below prefix {prefix!r}; found {_listed(names)}"
+        f"{' (' + _listed(begun) + ')' if begun else ''}; known are {known}"
+    )
+
+
+def _listed(items: list[str]) -> str:
+    if not items:
+        return "nothing"
+    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return ", ".join(items[:_SHOWN]) + more
+
+
+def _take(arrays: Mapping[str, Any], names: set[str], convention: Convention, place: str) -> Found:
+    """The arrays of one complete layer, as x @ W + b takes them; no copies."""
+    weights = [_floating(place + name, arrays[place + name]) for name in convention.weights]
+    if convention.transposed:
+        weights = [weight.T for weight in weights]
+    biases = [
+        _floating(place + name, arrays[place + name]) if place + name in names else None for name in convention.biases
+    ]
+    options = dict(convention.options)
+    whole = biases[0]
+    if len(biases) < len(weights) and whole is not None:
+        ends = np.cumsum([weight.shape[-1] for weight in weights[:3]])
+        if whole.shape != (ends[2],):
+            raise ValueError(
+                f"{_NAME}: {place}{convention.biases[0]} has shape {whole.shape}; it must be ({ends[2]},), "
+                "as long as q, k and v have rows together"
+            )
+        options |= dict(zip(("b_q", "b_k", "b_v"), np.split(whole, ends[:2]), strict=True))
+    elif len(biases) == len(weights):
+        options |= dict(zip(("b_q", "b_k", "b_v"), biases[:-1], strict=False))
+    options["b_o"] = biases[-1]
+    w_q, w_k, w_v = weights[:3] if len(weights) == 4 else (weights[0], None, None)
+    return Found((w_q, w_k, w_v, weights[-1]), options)
+
+
+def _floating(name: str, value: Any) -> Array:
+    array = np.asarray(value)
+    if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
+        raise TypeError(
+            f"{_NAME}: {name} has dtype {array.dtype}; it must be floating (dequantise the weights of a quantised file)"
+        )
+    return array

@@ -1,0 +1,474 @@
+"""MultiHeadAttention: a layer's projections around attention(), from arrays or from a checkpoint's own names."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from .attention import AttentionResult, attention
+from .cache import KVCache
+from .call import promoted
+from .checkpoints import find_attention
+from .masks import positive_index
+from .projections import NAME, Projections, matrix, times, vector, width_per_head
+from .rotary import rotary_embedding
+
+Array = NDArray[Any]
+
+# attention()'s keywords; a misspelt one must be refused before a cache is changed.
+_OPTIONS = frozenset(inspect.signature(attention).parameters) - {"q", "k", "v", "out"}
+_ROTARY_OPTIONS = frozenset(inspect.signature(rotary_embedding).parameters) - {"x", "positions", "inverse", "out"}
+
+
+class _Plan(NamedTuple):
+    """What one call works on, after its checks."""
+
+    x: Array  # (..., L, d_in)
+    context: Array | tuple[Array, Array] | None
+    compute: np.dtype[Any]  # dtype of the arithmetic
+    dtype: np.dtype[Any]  # dtype of the result
+    lead: tuple[int, ...]  # batch axes of the result
+    drop: int  # 1 if x was given without the batch axis that a cache needs
+
+
+class MultiHeadAttention:
+    """Multi-head attention with given weights: project by x @ W, attend per head, concatenate, times w_o.
+
+    Parameters
+    ----------
+    w_q : array_like, shape (d_in, num_heads * head_dim)
+        Applied as x @ w_q; head h uses the columns h * head_dim .. (h + 1) * head_dim - 1. head_dim is free:
+        num_heads * head_dim need not equal d_in. With w_k = w_v = None it is the fused weight (d_in, q + k + v), the
+        columns of the three side by side (or see `per_head`).
+    w_k : array_like, shape (d_context, num_kv_heads * head_dim), or None
+    w_v : array_like, shape (d_context, num_kv_heads * value_dim), or None
+        value_dim is free. If d_context differs from d_in, every call needs `context`.
+    w_o : array_like, shape (num_heads * value_dim, d_out)
+    num_heads : int
+    num_kv_heads : int, optional
+        Grouped-query attention: query head h uses key head h // (num_heads // num_kv_heads). Default num_heads.
+    b_q, b_k, b_v, b_o : array_like, optional
+        Biases, as long as their weight has columns; with a fused weight b_q is the fused bias.
+    scale : float, optional
+        Factor of the scores if the call gives none; default 1 / sqrt(head_dim).
+    rotary : dict, optional
+        Keyword arguments of `rotary_embedding` ({} for its defaults), which then turns queries and keys.
+    per_head : bool
+        The columns of the fused weight are, for each key head in turn, its queries, its key and its value
+        (GPT-NeoX, BLOOM, Falcon).
+
+    Attributes
+    ----------
+    num_heads, num_kv_heads, head_dim, value_dim, d_in, d_context, d_out : int
+    rotary : dict or None
+
+    Raises
+    ------
+    ValueError, TypeError
+        Shapes that do not fit together, unsupported dtypes, unknown options: at construction, or before a call's work.
+
+    Notes
+    -----
+    Weights are kept as they are: views and read-only arrays are not copied, nothing is transposed in memory. float16
+    and bfloat16 weights are converted to float32 in every call; convert them once if the memory allows it. The
+    projections are NumPy's matrix products, so their last bits may depend on the number of rows of a call, those of the
+    attention between them do not. Formula: Vaswani et al., "Attention Is All You Need", 2017, section 3.2.2; grouped
+    queries: Ainslie et al., "GQA", 2023.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from attentile import KVCache, MultiHeadAttention
+    >>> rng = np.random.default_rng(0)
+    >>> weights = {f"{p}_proj.weight": rng.standard_normal((n, 32)) for p, n in zip("qkvo", (32, 16, 16, 32))}
+    >>> layer = MultiHeadAttention.from_arrays(weights, num_heads=4, num_kv_heads=2, rotary={})
+    >>> layer
+    MultiHeadAttention(d_in=32, d_out=32, num_heads=4, num_kv_heads=2, head_dim=8, rotary={})
+    >>> x = rng.standard_normal((1, 6, 32))
+    >>> full = layer(x, causal=True)
+    >>> cache = KVCache(1, 2, 8, dtype="float64")
+    >>> prompt, step = layer(x[:, :5], cache=cache), layer(x[:, 5:], cache=cache)
+    >>> np.allclose(full, np.concatenate([prompt, step], axis=1))
+    True
+    """
+
+    def __init__(
+        self, w_q: ArrayLike, w_k: ArrayLike | None, w_v: ArrayLike | None, w_o: ArrayLike, *, num_heads: int,
+        num_kv_heads: int | None = None, b_q: ArrayLike | None = None, b_k: ArrayLike | None = None,
+        b_v: ArrayLike | None = None, b_o: ArrayLike | None = None, scale: float | None = None,
+        rotary: Mapping[str, Any] | None = None, per_head: bool = False,
+    ) -> None:  # fmt: skip
+        self.num_heads = positive_index(NAME, "num_heads", num_heads)
+        self.num_kv_heads = self.num_heads
+        if num_kv_heads is not None:
+            self.num_kv_heads = positive_index(NAME, "num_kv_heads", num_kv_heads)
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"{NAME}: num_heads is {self.num_heads} and num_kv_heads is {self.num_kv_heads}; "
+                "num_heads must be a multiple of it"
+            )
+        self._scale = _scale(scale)
+        self._w_o = matrix("w_o", w_o)
+        self._b_o = vector("b_o", b_o, self._w_o.shape[1])
+        self.value_dim = width_per_head("w_o", self._w_o.shape[0], "rows", self.num_heads)
+        self._project = Projections(
+            (w_q, w_k, w_v), (b_q, b_k, b_v), self.num_heads, self.num_kv_heads, self.value_dim, bool(per_head)
+        )
+        self.head_dim, self.d_in, self.d_context = (
+            self._project.head_dim, self._project.d_in, self._project.d_context,
+        )  # fmt: skip
+        self.d_out = self._w_o.shape[1]
+        self.rotary = _checked_rotary(rotary, self.head_dim)
+        arrays = [*self._project.arrays, self._w_o, *([] if self._b_o is None else [self._b_o])]
+        promoted(NAME, *arrays)
+        # An empty array that stands for all weights when a call settles its dtype.
+        self._like = np.empty(0, np.result_type(*{array.dtype for array in arrays}))
+
+    @classmethod
+    def from_arrays(
+        cls, arrays: Mapping[str, ArrayLike], prefix: str = "", *, num_heads: int, num_kv_heads: int | None = None,
+        rotary: Mapping[str, Any] | None = None,
+    ) -> MultiHeadAttention:  # fmt: skip
+        """The attention layer whose arrays lie below `prefix` in a checkpoint, found by their usual names.
+
+        Parameters
+        ----------
+        arrays : mapping of str to array_like
+            A state dict, an npz file, the tensors of a safetensors or (dequantised) GGUF file. Only the arrays that
+            are used are read, and they are not copied.
+        prefix : str
+            Where the layer is, with or without the last dot: "model.layers.0.self_attn", "blk.0". A shorter prefix
+            will do as long as only one attention layer lies below it.
+        num_heads, num_kv_heads, rotary
+            As in the constructor; no array tells them.
+
+        Returns
+        -------
+        MultiHeadAttention
+
+        Raises
+        ------
+        ValueError
+            No known set of names is complete, or more than one is, or there is an array that changes the result and
+            is not supported (a norm of the queries or keys, learned extra keys). The message lists what was found.
+        TypeError
+            Arrays that are not floating, as those of quantised checkpoints.
+
+        Notes
+        -----
+        Known names, and what is done with them besides (``.weight``, ``.bias`` where there is one):
+
+        ======================================  ========================================================
+        in_proj_weight, out_proj                PyTorch nn.MultiheadAttention; used as W.T
+        {q,k,v}_proj_weight, out_proj           the same with kdim or vdim; W.T
+        {q,k,v}_proj, o_proj or out_proj        Llama, Mistral, Qwen2; OPT, CLIP, Whisper; W.T
+        qkv_proj, o_proj                        Phi-3; W.T
+        self.{query,key,value}, output.dense    BERT, RoBERTa; W.T
+        attention.{query,...}, output.dense     ViT in the transformers library; W.T
+        c_attn, c_proj                          GPT-2, whose weights are stored as x @ W already
+        query_key_value, dense                  GPT-NeoX, BLOOM, Falcon: head by head; W.T
+        q, k, v, o                              T5; W.T, scale 1 (give its `t5_bias` to the call)
+        qkv, proj                               ViT in timm; W.T
+        attn_{q,k,v}, attn_output               GGUF; W.T
+        attn_qkv, attn_output                   GGUF; W.T
+        ======================================  ========================================================
+
+        GGUF files of the Llama family hold the rows of q and k in another order than the original checkpoint: their
+        rotary needs ``interleaved=True``. ChatGLM uses the names of GPT-NeoX with another order: not supported.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from attentile import MultiHeadAttention
+        >>> gpt2 = {"h.0.attn.c_attn.weight": np.ones((8, 24)), "h.0.attn.c_attn.bias": np.zeros(24)}
+        >>> gpt2 |= {"h.0.attn.c_proj.weight": np.ones((8, 8)), "h.0.attn.c_proj.bias": np.zeros(8)}
+        >>> MultiHeadAttention.from_arrays(gpt2, "h.0", num_heads=2)(np.ones((3, 8)), causal=True).shape
+        (3, 8)
+        """
+        found = find_attention(arrays, prefix)
+        return cls(*found.weights, num_heads=num_heads, num_kv_heads=num_kv_heads, **found.options, rotary=rotary)
+
+    def __repr__(self) -> str:
+        parts = [f"d_in={self.d_in}"]
+        if self.d_context != self.d_in:
+            parts.append(f"d_context={self.d_context}")
+        parts += [f"d_out={self.d_out}", f"num_heads={self.num_heads}"]
+        if self.num_kv_heads != self.num_heads:
+            parts.append(f"num_kv_heads={self.num_kv_heads}")
+        parts.append(f"head_dim={self.head_dim}")
+        if self.value_dim != self.head_dim:
+            parts.append(f"value_dim={self.value_dim}")
+        if self.rotary is not None:
+            parts.append(f"rotary={self.rotary}")
+        return f"{NAME}({', '.join(parts)})"
+
+    # ---- a call ----
+
+    def __call__(
+        self, x: ArrayLike, context: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None, *,
+        positions: ArrayLike | None = None, cache: KVCache | None = None, lengths: ArrayLike | None = None,
+        out: Array | None = None, **options: Any,
+    ) -> Array | AttentionResult:  # fmt: skip
+        """The layer's output for x; every other option of `attention` may be given as well.
+
+        Parameters
+        ----------
+        x : array_like, shape (..., L, d_in)
+        context : array_like, shape (..., S, d_context), optional
+            Cross attention: keys and values come from it, not from x. A tuple (k, v) as `keys_values` returns it saves
+            their projection when many calls share one context.
+        positions : int or array_like of int, shape (L,) or (..., L), optional
+            For rotary only (the masks count rows, see `q_start`): the position of row 0, or of each row. Default: 0,
+            with a cache the length of the item.
+        cache : KVCache, optional
+            The keys and values of x are appended to it, and its default mask holds: a row sees all before it and
+            itself. x is then (batch, L, d_in), or (L, d_in) for a cache of one item. The cache turns queries and keys
+            if it has a `rotary` of its own, which must then be the layer's or the layer's must be None; otherwise the
+            layer does.
+        lengths : array_like of int, shape (batch,), optional
+            With a cache: the valid rows of x in each item, left-aligned. Output rows behind them mean nothing.
+        out : ndarray, shape (..., L, d_out), optional
+            Written and returned; any strides.
+        **options
+            As in `attention`: mask, bias, causal, window, key_lengths, return_weights, num_threads, ... Without a cache
+            nothing is causal by default.
+
+        Returns
+        -------
+        ndarray, shape (..., L, d_out), or AttentionResult(out, lse, weights) with return_lse or return_weights
+            dtype: that of x, context and the weights by the rules of `attention`.
+
+        Raises
+        ------
+        ValueError, TypeError
+            As `attention`, and for arguments that do not go together. A cache is then as it was before the call.
+        """
+        _check_options(options)
+        x, context = _rows("x", x, self.d_in), self._source(context)
+        self._check_positions(positions, context)
+        if cache is not None:
+            self._check_cache(cache, x, context, positions)
+        elif lengths is not None:
+            raise ValueError(f"{NAME}: lengths go with a cache; without one give key_lengths")
+        plan = self._plan(x, context, cache is not None and x.ndim == 2)
+        if out is not None:
+            _check_out(out, (*plan.lead, *plan.x.shape[-2:-1], self.d_out)[plan.drop :], plan.dtype)
+        if self._scale is not None:
+            options.setdefault("scale", self._scale)
+        q, k, v = self._heads(plan)
+        if cache is not None:
+            result = self._attend_cached(q, k, v, cache, positions, lengths, options)
+        else:
+            if self.rotary is not None:
+                q, k = self._turn(q, positions), self._turn(k, positions)
+            if q.shape[-2] != 1:  # the heads of a row side by side, as w_o takes them; a single row lies so anyway
+                beside = np.empty((*plan.lead, q.shape[-2], self.num_heads, self.value_dim), plan.compute)
+                options["out"] = beside.swapaxes(-2, -3)
+            result = attention(q, k, v, **options)
+        return self._finish(result, plan, out)
+
+    def keys_values(self, context: ArrayLike) -> tuple[Array, Array]:
+        """Keys (..., num_kv_heads, S, head_dim) and values (..., num_kv_heads, S, value_dim) of context, not turned.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from attentile import MultiHeadAttention
+        >>> layer = MultiHeadAttention(np.eye(4), np.ones((6, 4)), np.ones((6, 4)), np.eye(4), num_heads=2)
+        >>> once = layer.keys_values(np.ones((3, 6)))
+        >>> layer(np.ones((1, 4)), context=once)
+        array([[6., 6., 6., 6.]])
+        """
+        given = _rows("context", context, self.d_context)
+        compute, dtype = promoted(NAME, given, self._like)
+        k, v = self._project.keys_values(given, compute)
+        return k.astype(dtype, copy=False), v.astype(dtype, copy=False)
+
+    def _source(self, context: Any) -> Array | tuple[Array, Array] | None:
+        """The checked context: rows to project, or keys and values that are projected already."""
+        if context is None:
+            if self.d_context != self.d_in:
+                raise ValueError(
+                    f"{NAME}: context is missing; w_k and w_v project rows of width {self.d_context}, "
+                    f"x has width {self.d_in}"
+                )
+            return None
+        if not isinstance(context, tuple):
+            return _rows("context", context, self.d_context)
+        if len(context) != 2:
+            raise ValueError(f"{NAME}: context is a tuple of {len(context)}; it must be (k, v) from keys_values")
+        k, v = (np.asarray(array) for array in context)
+        heads = self.num_kv_heads
+        for name, array, width in (("k", k, self.head_dim), ("v", v, self.value_dim)):
+            if array.ndim < 3 or (array.shape[-3], array.shape[-1]) != (heads, width):
+                raise ValueError(
+                    f"{NAME}: {name} of context has shape {array.shape}; it must be (..., {heads}, S, {width})"
+                )
+        return k, v
+
+    def _check_positions(self, positions: Any, context: Any) -> None:
+        if self.rotary is not None and context is not None:
+            raise ValueError(f"{NAME}: context and rotary do not go together: the rows of context have no position")
+        if self.rotary is None and positions is not None:
+            raise ValueError(
+                f"{NAME}: positions are for a layer with rotary and this one has none (q_start places the masks)"
+            )
+
+    def _check_cache(self, cache: Any, x: Array, context: Any, positions: Any) -> None:
+        if not isinstance(cache, KVCache):
+            raise TypeError(f"{NAME}: cache is a {type(cache).__name__}; it must be a KVCache")
+        if context is not None:
+            raise ValueError(
+                f"{NAME}: cache holds the keys of x; for context call keys_values once and give its result as context="
+            )
+        if x.ndim > 3:
+            raise ValueError(f"{NAME}: x has shape {x.shape}; with a cache it must be (batch, L, {self.d_in})")
+        if cache._rotary is None:
+            return
+        if self.rotary is not None and not _same_options(self.rotary, cache._rotary):
+            raise ValueError(
+                f"{NAME}: the layer has rotary={self.rotary} and the cache rotary={cache._rotary}; "
+                "they must be equal, or one of them None"
+            )
+        if positions is not None:
+            raise ValueError(
+                f"{NAME}: the cache turns keys at its own positions; for other positions make it with rotary=None"
+            )
+
+    def _plan(self, x: Array, context: Array | tuple[Array, Array] | None, drop: bool) -> _Plan:
+        """Dtypes and batch axes."""
+        x = x[None] if drop else x
+        inputs, leads = [x], [x.shape[:-2]]
+        if isinstance(context, tuple):
+            inputs += context
+            leads += [array.shape[:-3] for array in context]
+        elif context is not None:
+            inputs.append(context)
+            leads.append(context.shape[:-2])
+        try:
+            lead = np.broadcast_shapes(*leads)
+        except ValueError:
+            shapes = " and ".join(str(array.shape) for array in inputs)
+            raise ValueError(f"{NAME}: the batch axes of x and context do not broadcast ({shapes})") from None
+        compute, dtype = promoted(NAME, *inputs, self._like)
+        return _Plan(x, context, compute, dtype, lead, int(drop))
+
+    def _heads(self, plan: _Plan) -> tuple[Array, Array, Array]:
+        """Queries (..., num_heads, L, head_dim), keys and values (..., num_kv_heads, S, width)."""
+        if plan.context is None:
+            return self._project.all(plan.x, plan.compute)
+        q = self._project.queries(plan.x, plan.compute)
+        if not isinstance(plan.context, tuple):
+            return q, *self._project.keys_values(plan.context, plan.compute)
+        k, v = (array.astype(plan.compute, copy=False) for array in plan.context)
+        return q, k, v
+
+    def _turn(self, x: Array, positions: Any) -> Array:
+        """x (..., heads, L, head_dim), which is ours, turned: in place, but for one row a new array is quicker."""
+        return rotary_embedding(x, positions, **(self.rotary or {}), out=x if x.shape[-2] > 1 else None)
+
+    def _attend_cached(
+        self, q: Array, k: Array, v: Array, cache: KVCache, positions: Any, lengths: Any, options: dict[str, Any]
+    ) -> Array | AttentionResult:
+        """Appends k and v and attends; if either fails the cache is as before."""
+        before = cache.lengths
+        if self.rotary is not None and cache._rotary is None:
+            if positions is None and (before == before[:1]).all():
+                positions = int(before[0]) if before.size else None  # an int is the quickest form
+            elif positions is None:
+                positions = before[:, None] + np.arange(q.shape[-2])
+            q, k = self._turn(q, positions), self._turn(k, positions)
+        if lengths is not None and options.get("q_start") is None:
+            # The cache takes the last L tokens of an item for its queries; rows that are left-aligned start here.
+            options["q_start"] = before
+            options.setdefault("causal", True)
+        cache.append(k, v, lengths=lengths)
+        try:
+            return cache.attend(q, **options)
+        except BaseException:
+            cache.truncate(before)
+            raise
+
+    def _finish(self, result: Array | AttentionResult, plan: _Plan, out: Array | None) -> Array | AttentionResult:
+        """Concatenates the heads, projects by w_o, and gives everything the caller's dtype and axes."""
+        attended = result.out if isinstance(result, AttentionResult) else result
+        beside = attended.swapaxes(-2, -3)
+        beside = beside.reshape(*beside.shape[:-2], self.num_heads * self.value_dim)
+        index = (0,) * plan.drop
+        projected = times(beside, self._w_o, self._b_o, plan.compute)[index]
+        if out is None:
+            out = projected.astype(plan.dtype, copy=False)
+        else:
+            out[...] = projected
+        if not isinstance(result, AttentionResult):
+            return out
+        lse, weights = result.lse, result.weights
+        return AttentionResult(
+            out, None if lse is None else lse[index],
+            None if weights is None else weights[index].astype(plan.dtype, copy=False),
+        )  # fmt: skip
+
+
+# ---- checks ----
+
+
+def _rows(name: str, value: Any, width: int) -> Array:
+    array = np.asarray(value)
+    if array.ndim < 2 or array.shape[-1] != width:
+        raise ValueError(f"{NAME}: {name} has shape {array.shape}; it must be (..., rows, {width}) for these weights")
+    return array
+
+
+def _scale(scale: Any) -> float | None:
+    if scale is None:
+        return None
+    try:
+        number = float(scale)
+    except (TypeError, ValueError):
+        raise TypeError(f"{NAME}: scale is {scale!r}; it must be a number") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{NAME}: scale is {number}; it must be finite")
+    return number
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    unknown = sorted(options.keys() - _OPTIONS)
+    if unknown:
+        raise TypeError(f"{NAME}: unknown option {unknown[0]!r}; known are {', '.join(sorted(_OPTIONS))}")
+
+
+def _check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    if not isinstance(out, np.ndarray):
+        raise TypeError(f"{NAME}: out is a {type(out).__name__}; it must be a NumPy array")
+    if out.shape != shape or out.dtype != dtype:
+        raise ValueError(f"{NAME}: out has shape {out.shape} and dtype {out.dtype}; they must be {shape} and {dtype}")
+    if not out.flags.writeable:
+        raise ValueError(f"{NAME}: out is read-only; pass a writable array")
+
+
+def _checked_rotary(rotary: Any, head_dim: int) -> dict[str, Any] | None:
+    """A copy of the options, after rotary_embedding has seen them with heads of this width."""
+    if rotary is None:
+        return None
+    if not isinstance(rotary, Mapping):
+        raise TypeError(f"{NAME}: rotary is {rotary!r}; it must be a dict of rotary_embedding's keyword arguments")
+    unknown = sorted(map(str, set(rotary) - _ROTARY_OPTIONS))
+    if unknown:
+        known = ", ".join(sorted(_ROTARY_OPTIONS))
+        raise TypeError(f"{NAME}: rotary has the unknown key {unknown[0]!r}; known are {known}")
+    rotary_embedding(np.empty((0, head_dim), np.float32), **rotary)
+    return dict(rotary)
+
+
+def _same_options(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Equal dicts, whose values may be arrays."""
+    return one.keys() == other.keys() and all(
+        one[key] is other[key]
+        or (np.array_equal(one[key], other[key]) if key in ("cos", "sin") else one[key] == other[key])
+        for key in one
+    )

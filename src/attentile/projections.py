@@ -1,0 +1,174 @@
+"""The query, key and value projections of an attention layer: three weights, or one fused, applied as x @ W.
+
+Shapes: x (..., L, d_in), context (..., S, d_context); per head (..., heads, rows, width). Hq query heads, Hkv key
+heads, D their width, Dv the width of the values. Columns of a fused weight, and what the product becomes:
+
+    side by side   Hq · D | Hkv · D | Hkv · Dv                  three slices
+    per head       Hkv times: Hq / Hkv queries | key | value    (..., L, Hkv, Hq / Hkv + 2, D), sliced in its axis -2
+
+Nothing is rearranged in memory: slices of the weights and of the products are views. Only the queries of a weight per
+head with fewer key heads are copied, after the product.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+NAME = "MultiHeadAttention"  # errors carry the name of the class that people call
+
+_ADVICE = "a weight that is used as x @ W.T must be given as W.T, fewer key heads as num_kv_heads="
+
+
+def matrix(name: str, value: Any) -> Array:
+    """The weight as an array with two axes, none of them empty."""
+    array = np.asarray(value)
+    if array.ndim != 2 or 0 in array.shape:
+        raise ValueError(
+            f"{NAME}: {name} has shape {array.shape}; it must be a matrix W (rows, columns), used as x @ W"
+        )
+    return array
+
+
+def vector(name: str, value: Any, size: int) -> Array | None:
+    """The bias of a weight with `size` columns."""
+    if value is None:
+        return None
+    array = np.asarray(value)
+    if array.shape != (size,):
+        raise ValueError(f"{NAME}: {name} has shape {array.shape}; it must be ({size},), one per column of its weight")
+    return array
+
+
+def width_per_head(name: str, size: int, axis: str, heads: int) -> int:
+    """size / heads; axis names what is counted."""
+    if size % heads:
+        raise ValueError(f"{NAME}: {name} has {size} {axis}; it must be a multiple of num_heads = {heads} ({_ADVICE})")
+    return size // heads
+
+
+def times(x: Array, weight: Array, bias: Array | None, dtype: np.dtype[Any]) -> Array:
+    """x (..., d) @ weight (d, n) + bias in dtype, a fresh array.
+
+    One product of two matrices whatever the batch axes are: NumPy would make one product per batch item.
+    """
+    flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).astype(dtype, copy=False)
+    product: Array = flat @ weight.astype(dtype, copy=False)
+    if bias is not None:
+        product += bias.astype(dtype, copy=False)
+    return product.reshape(*x.shape[:-1], weight.shape[1])
+
+
+class Projections:
+    """The checked weights of q, k and v, and the widths that follow from them."""
+
+    def __init__(
+        self, weights: tuple[Any, Any, Any], biases: tuple[Any, Any, Any], heads: int, kv_heads: int, value_dim: int,
+        per_head: bool,
+    ) -> None:  # fmt: skip
+        self.heads, self.kv_heads, self.value_dim = heads, kv_heads, value_dim
+        self.per_head = per_head
+        self._fused: Array | None = None
+        self._fused_bias: Array | None = None
+        self._weights: tuple[Array, ...] = ()  # of q, k and v; none if they are not slices of the fused weight
+        self._biases: tuple[Array | None, ...] = ()
+        if weights[1] is None and weights[2] is None:
+            self._take_fused(weights[0], biases)
+        elif weights[1] is None or weights[2] is None:
+            raise ValueError(f"{NAME}: give w_k and w_v, or neither if w_q is the fused weight of all three")
+        else:
+            self._take_separate(weights, biases)
+
+    def _take_separate(self, weights: tuple[Any, Any, Any], biases: tuple[Any, Any, Any]) -> None:
+        if self.per_head:
+            raise ValueError(f"{NAME}: per_head=True is for a fused weight; pass it as w_q with w_k = w_v = None")
+        w_q, w_k, w_v = (matrix(f"w_{p}", w) for p, w in zip("qkv", weights, strict=True))
+        shapes = f"w_q has shape {w_q.shape}, w_k {w_k.shape}, w_v {w_v.shape}"
+        self.head_dim = width_per_head("w_q", w_q.shape[1], "columns", self.heads)
+        for name, weight, width, what in (
+            ("w_k", w_k, self.head_dim, "columns of w_q / num_heads"),
+            ("w_v", w_v, self.value_dim, "rows of w_o / num_heads"),
+        ):
+            if weight.shape[1] != self.kv_heads * width:
+                raise ValueError(
+                    f"{NAME}: {name} has {weight.shape[1]} columns; it must have {self.kv_heads * width}, "
+                    f"num_kv_heads = {self.kv_heads} times the {what} = {width} ({shapes}; {_ADVICE})"
+                )
+        if w_k.shape[0] != w_v.shape[0]:
+            raise ValueError(f"{NAME}: w_k and w_v project the same rows and must have as many rows ({shapes})")
+        self.d_in, self.d_context = w_q.shape[0], w_k.shape[0]
+        self._weights = (w_q, w_k, w_v)
+        self._biases = tuple(
+            vector(f"b_{p}", bias, weight.shape[1])
+            for p, bias, weight in zip("qkv", biases, self._weights, strict=True)
+        )
+
+    def _take_fused(self, weight: Any, biases: tuple[Any, Any, Any]) -> None:
+        if biases[1] is not None or biases[2] is not None:
+            raise ValueError(f"{NAME}: with a fused weight b_q is the bias of all three; leave b_k and b_v out")
+        fused = matrix("w_q", weight)
+        columns, both, values = fused.shape[1], self.heads + self.kv_heads, self.kv_heads * self.value_dim
+        width = (columns - values) // both
+        if width < 1 or width * both + values != columns:
+            raise ValueError(
+                f"{NAME}: the fused weight w_q has shape {fused.shape}; with {self.heads} query heads, "
+                f"{self.kv_heads} key heads and values of width {self.value_dim} (rows of w_o / num_heads) it must "
+                f"have {both} * head_dim + {values} columns ({_ADVICE})"
+            )
+        if self.per_head and width != self.value_dim:
+            raise ValueError(
+                f"{NAME}: per_head=True needs values as wide as keys; the values (rows of w_o / num_heads) have width "
+                f"{self.value_dim}, which leaves {width} for the keys"
+            )
+        self.head_dim, self.d_in, self.d_context = width, fused.shape[0], fused.shape[0]
+        self._fused, self._fused_bias = fused, vector("b_q", biases[0], columns)
+        if not self.per_head:
+            self._weights = tuple(np.split(fused, self._ends, axis=1))
+            bias = self._fused_bias
+            self._biases = (None, None, None) if bias is None else tuple(np.split(bias, self._ends))
+
+    @property
+    def _ends(self) -> tuple[int, int]:
+        return self.heads * self.head_dim, (self.heads + self.kv_heads) * self.head_dim
+
+    @property
+    def arrays(self) -> list[Array]:
+        """Every array that is used, a fused one and its slices too."""
+        arrays = (*self._weights, *self._biases, self._fused, self._fused_bias)
+        return [array for array in arrays if array is not None]
+
+    def queries(self, x: Array, dtype: np.dtype[Any]) -> Array:
+        """(..., Hq, L, D), a fresh array."""
+        if self.per_head:
+            return self.all(x, dtype)[0]
+        return self._heads(times(x, self._weights[0], self._biases[0], dtype), self.heads)
+
+    def keys_values(self, context: Array, dtype: np.dtype[Any]) -> tuple[Array, Array]:
+        """(..., Hkv, S, D) and (..., Hkv, S, Dv), fresh arrays."""
+        if self.per_head:
+            return self.all(context, dtype)[1:]
+        k, v = (times(context, self._weights[i], self._biases[i], dtype) for i in (1, 2))
+        return self._heads(k, self.kv_heads), self._heads(v, self.kv_heads)
+
+    def all(self, x: Array, dtype: np.dtype[Any]) -> tuple[Array, Array, Array]:
+        """Queries, keys and values of the same rows, by one product if the weight is fused."""
+        if self._fused is None:
+            return self.queries(x, dtype), *self.keys_values(x, dtype)
+        product = times(x, self._fused, self._fused_bias, dtype)
+        if not self.per_head:
+            q, k, v = np.split(product, self._ends, axis=-1)
+            return self._heads(q, self.heads), self._heads(k, self.kv_heads), self._heads(v, self.kv_heads)
+        groups = product.reshape(*x.shape[:-1], self.kv_heads, self.heads // self.kv_heads + 2, self.head_dim)
+        q = groups[..., :-2, :].reshape(*x.shape[:-1], self.heads, self.head_dim)
+        return q.swapaxes(-2, -3), groups[..., -2, :].swapaxes(-2, -3), groups[..., -1, :].swapaxes(-2, -3)
+
+    @staticmethod
+    def _heads(product: Array, heads: int) -> Array:
+        """(..., rows, heads * width) as (..., heads, rows, width), a view."""
+        width = product.shape[-1] // heads
+        return product.reshape(*product.shape[:-1], heads, width).swapaxes(-2, -3)
