@@ -12,6 +12,7 @@ one entry per batch item: the pages, the length, and `held_from`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -77,6 +78,8 @@ class KVCache:
         Tokens appended so far, of the longest item; dropped ones count.
     lengths : ndarray of intp, shape (batch,)
         The same for each item; a copy.
+    batch, kv_heads, head_dim, value_dim, capacity, dtype, window, sinks, rotary
+        As given.
 
     Raises
     ------
@@ -154,13 +157,17 @@ class KVCache:
 
     @property
     def batch(self) -> int:
-        """Number of batch items."""
         return len(self._lengths)
 
     @property
     def length(self) -> int:
         """Tokens appended so far, of the longest item."""
         return int(self._lengths.max(initial=0))
+
+    @property
+    def rotary(self) -> Mapping[str, Any] | None:
+        """The options of the rotation, or None."""
+        return None if self._rotary is None else MappingProxyType(self._rotary)
 
     @property
     def lengths(self) -> Index:

@@ -328,11 +328,11 @@ class MultiHeadAttention:
             )
         if x.ndim > 3:
             raise ValueError(f"{NAME}: x has shape {x.shape}; with a cache it must be (batch, L, {self.d_in})")
-        if cache._rotary is None:
+        if cache.rotary is None:
             return
-        if self.rotary is not None and not _same_options(self.rotary, cache._rotary):
+        if self.rotary is not None and not _same_options(self.rotary, cache.rotary):
             raise ValueError(
-                f"{NAME}: the layer has rotary={self.rotary} and the cache rotary={cache._rotary}; "
+                f"{NAME}: the layer has rotary={self.rotary} and the cache rotary={cache.rotary}; "
                 "they must be equal, or one of them None"
             )
         if positions is not None:
@@ -377,7 +377,7 @@ class MultiHeadAttention:
     ) -> Array | AttentionResult:
         """Appends k and v and attends; if either fails the cache is as before."""
         before = cache.lengths
-        if self.rotary is not None and cache._rotary is None:
+        if self.rotary is not None and cache.rotary is None:
             if positions is None and (before == before[:1]).all():
                 positions = int(before[0]) if before.size else None  # an int is the quickest form
             elif positions is None:
