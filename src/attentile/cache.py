@@ -125,8 +125,7 @@ class KVCache:
         self.value_dim = self.head_dim if value_dim is None else count("value_dim", value_dim, 1)
         self.capacity = None if capacity is None else count("capacity", capacity, 1)
         self.dtype = storage_dtype(dtype)
-        self.window = window_of(window)
-        self.sinks = count("sinks", sinks, 0)
+        self.window, self.sinks = window_of(window), count("sinks", sinks, 0)
         if self.sinks and self.window is None:
             raise ValueError(
                 f"KVCache: sinks={self.sinks} keeps first tokens beside a window; give window=(left, 0) too"
@@ -240,8 +239,8 @@ class KVCache:
     def _write(self, k: Array, v: Array, starts: Index, counts: Index) -> None:
         """Backend: the first counts[b] tokens of item b go to starts[b] ... of opened pages."""
         if config.active is not None and k.size:
-            table = self._pages.table
-            config.active.store_tokens(ready(k, self.dtype), ready(v, self.dtype), self._shape, table, starts, counts)
+            given = ready(k, self.dtype), ready(v, self.dtype)
+            config.active.store_tokens(*given, self._shape, self._pages.table, starts, counts)
         else:
             for item, n in enumerate(counts):
                 self._pages.write(item, int(starts[item]), k[item, :, :n], v[item, :, :n])
