@@ -10,7 +10,7 @@ from conftest import FMA_ISAS, available_isas
 from numpy.testing import assert_allclose, assert_array_equal
 from oracle import oracle, tolerance
 
-from attentile import attention, use_backend
+from attentile import KVCache, attention, use_backend
 
 ROWS, KEYS, WIDTH, HEADS, KEY_HEADS = 70, 700, 40, 6, 2
 rng = np.random.default_rng(40)
@@ -102,6 +102,28 @@ def test_few_rows_are_prefill_rows(qkv: Any, isa: str, case: str) -> None:
                     q[:, :, first : first + n], k, v, return_lse=True, num_threads=threads,
                     **of_rows(options, first, n),
                 )  # fmt: skip
+                same_bits(some.out, whole.out[:, :, first : first + n])
+                same_bits(some.lse, whole.lse[:, :, first : first + n])
+
+
+@pytest.mark.parametrize("isa", FMA_ISAS)
+@pytest.mark.parametrize("case", OPTIONS)
+def test_rows_of_a_cache_are_prefill_rows(qkv: Any, isa: str, case: str) -> None:
+    """The same from a cache: few rows and many, tokens appended in pieces."""
+    if isa not in available_isas():
+        pytest.skip(f"{isa}: not available on this host or in this build")
+    q, k, v = qkv
+    options = {"causal": False, **OPTIONS[case]}
+    with use_backend("compiled", isa):
+        whole = attention(q, k, v, return_lse=True, **options)
+        cache = KVCache(2, KEY_HEADS, WIDTH, value_dim=WIDTH + 5, dtype=q.dtype)
+        for first, end in ((0, 301), (301, 302), (302, 320), (320, KEYS)):
+            cache.append(k[:, :, first:end], v[:, :, first:end])
+        for threads in (1, 2):
+            for first, n in ((0, 1), (34, 1), (36, 2), (69, 1), (0, ROWS)):
+                some = cache.attend(
+                    q[:, :, first : first + n], return_lse=True, num_threads=threads, **of_rows(options, first, n)
+                )
                 same_bits(some.out, whole.out[:, :, first : first + n])
                 same_bits(some.lse, whole.lse[:, :, first : first + n])
 
