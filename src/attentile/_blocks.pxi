@@ -179,7 +179,7 @@ cdef void choose_few(Job *job, Py_ssize_t rows, Py_ssize_t heads, int threads) n
     if not job.few:
         return
     job.block_rows, job.blocks_per_task = rows, 1
-    job.few_pitch = (job.value_width + AT_PANEL - 1) // AT_PANEL * AT_PANEL
+    job.few_pitch = (job.value_width + job.tiles.lanes - 1) // job.tiles.lanes * job.tiles.lanes
     job.parts, job.heads_per_task = 1, max(<Py_ssize_t> 1, heads // (TASKS_PER_THREAD * threads))
     if heads < FEW_TASKS_PER_THREAD * threads and threads > 1:
         job.parts = min(chunks, (FEW_TASKS_PER_THREAD * threads + heads - 1) // heads)

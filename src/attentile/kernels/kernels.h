@@ -103,7 +103,7 @@ typedef struct {
     void (*rescale)(void* row, ptrdiff_t keys, double chunk_max, double m, double l);
 
     /* ---- Few rows: lanes are keys, then columns (few.inc). Scores lie in s[r][AT_CHUNK], values in o[r][pitch] with
-     * pitch = width rounded up to AT_PANEL, and row r of a group reads the same k and v as its neighbours. ---- */
+     * pitch = width in whole vectors, and row r of a group reads the same k and v as its neighbours. ---- */
 
     /* q[r][width] = factor * rows[r]. */
     void (*few_pack)(void* q, const char* const* rows, ptrdiff_t n_rows, ptrdiff_t width, double factor);
