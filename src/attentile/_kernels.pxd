@@ -10,7 +10,7 @@ cdef extern from "kernels/kernels.h" nogil:
         AT_ALIGN
         AT_PANEL
         AT_FEW_KEYS
-        AT_PEAK_CHAINS
+        AT_PEAK_FMAS
         AT_ANGLE_BLOCK
 
     ctypedef struct at_ahead:

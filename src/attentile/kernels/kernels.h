@@ -147,14 +147,14 @@ typedef struct {
     /* Keeps the k largest of row[n] among those seen so far: values[k] descending, keys[k]; ties go to the lower key. */
     void (*keep_top)(const void* row, ptrdiff_t n, ptrdiff_t first_key, ptrdiff_t k, void* values, ptrdiff_t* keys);
 
-    /* Dependent-free FMAs for measuring the peak: 2 * lanes * at_peak_chains FLOPs per round. */
+    /* Dependent-free FMAs for measuring the peak: 2 * lanes * AT_PEAK_FMAS FLOPs per round. */
     double (*fma_peak)(ptrdiff_t rounds);
 
     /* Reads n elements and does nothing else worth mentioning, for measuring the bandwidth. */
     double (*read)(const void* data, ptrdiff_t n);
 } at_tiles;
 
-#define AT_PEAK_CHAINS 12
+#define AT_PEAK_FMAS 24
 
 /* Positions: sines and cosines of position * ratio^i for the pairs i of a row, see angles.inc. Every table is scratch,
  * aligned to AT_ALIGN and padded to whole blocks of AT_ANGLE_BLOCK pairs, which are computed with the rest; only the
