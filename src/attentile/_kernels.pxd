@@ -101,6 +101,9 @@ cdef extern from "kernels/kernels.h" nogil:
     int at_pool_workers()
     void *at_scratch(size_t bytes)
 
+    double at_log2(double x) noexcept nogil
+    double at_exp2(double x) noexcept nogil
+
     void at_mask_words(uint32_t *words, const char **rows, Py_ssize_t key_stride, Py_ssize_t n_rows,
                        Py_ssize_t pitch, Py_ssize_t keys)
 
