@@ -10,8 +10,8 @@ ATTENTILE_ANNOTATE=1 also write _core.html (cython -a)
 """
 
 import os
-import platform
 import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -27,8 +27,21 @@ X86_64 = {
     "avx512": ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mavx2", "-mfma", "-mprefer-vector-width=512"],
     "avx2": ["-mavx2", "-mfma"],
 }
-ISAS = {"generic": [], **(X86_64 if platform.machine() in ("x86_64", "AMD64") else {})}
-PLAIN = ["pool", "dispatch", "bits", "encode"]  # C without an instruction set of its own
+AARCH64: dict[str, list[str]] = {"neon": []}  # part of every such processor
+
+
+def instruction_sets(platform: str) -> dict[str, list[str]]:
+    """The rows of the platform that is built for (sysconfig's name of it: this machine may be another)."""
+    if platform.endswith("universal2"):  # both in one go; a file is empty for the processor it is not for
+        x86_64 = {name: [word for flag in flags for word in ("-Xarch_x86_64", flag)] for name, flags in X86_64.items()}
+        return {"generic": [], **x86_64, **AARCH64}
+    if platform.endswith(("x86_64", "amd64")):
+        return {"generic": [], **X86_64}
+    return {"generic": [], **(AARCH64 if platform.endswith(("aarch64", "arm64")) else {})}
+
+
+ISAS = instruction_sets(sysconfig.get_platform())
+PLAIN = ["pool", "dispatch", "bits", "encode", "scalar"]  # C without an instruction set of its own
 OPTIMISE = ["-O1", "-g"] if DEBUG else ["-O3", "-g0"]
 CFLAGS = [*OPTIMISE, "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"]
 WARNINGS = ["-Wall", "-Wextra", "-Werror"] if os.environ.get("ATTENTILE_WERROR") == "1" else []

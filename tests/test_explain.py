@@ -103,12 +103,12 @@ def test_executed_flops_of_small_cases(compiled):
 
 def test_lanes_are_those_of_the_kernels(compiled):
     core = config.core()
-    chains = 12  # AT_PEAK_CHAINS
+    fmas = 24  # AT_PEAK_FMAS
     for isa, there in core.isas().items():
         if there:
             with use_backend("compiled", isa):
                 found = [explain(*arrays(dtype=dtype)).lanes for dtype in (np.float32, np.float64)]
-                assert tuple(core.fma_rounds(size, 1) / (2 * chains) for size in (4, 8)) == LANES[isa] == tuple(found)
+                assert tuple(core.fma_rounds(size, 1) / (2 * fmas) for size in (4, 8)) == LANES[isa] == tuple(found)
 
 
 def test_threads_and_tasks(compiled):

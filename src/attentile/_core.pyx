@@ -2,14 +2,15 @@
 
 The pass itself is in _pass.pxi and _blocks.pxi (one Cython module, because each one with memoryviews costs 25,000 generated lines).
 """
-from libc.math cimport INFINITY, NAN, exp2, isfinite, log2, sqrt
+from libc.math cimport INFINITY, NAN, isfinite, sqrt
 from libc.stdint cimport int64_t, uint32_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
-from ._kernels cimport (AT_ALIGN, AT_ANGLE_BLOCK, AT_CHUNK, AT_FEW_KEYS, AT_MAX_ROWS, AT_PANEL, AT_PEAK_CHAINS, AT_WORD,
-                        at_ahead, at_angles, at_encode, at_encode_scratch, at_isa, at_isa_at, at_isa_count,
-                        at_isa_supported, at_mask_words, at_pool_run, at_pool_workers, at_rotary_rows, at_scratch, at_tiles)
+from ._kernels cimport (AT_ALIGN, AT_ANGLE_BLOCK, AT_CHUNK, AT_FEW_KEYS, AT_MAX_ROWS, AT_PANEL, AT_PEAK_FMAS, AT_WORD,
+                        at_ahead, at_angles, at_encode, at_encode_scratch, at_exp2, at_isa, at_isa_at, at_isa_count,
+                        at_isa_supported, at_log2, at_mask_words, at_pool_run, at_pool_workers, at_rotary_rows, at_scratch,
+                        at_tiles)
 
 import numpy
 
@@ -309,7 +310,7 @@ def fma_rounds(int itemsize, Py_ssize_t rounds):
     cdef const at_tiles *tiles = active.f32 if itemsize == 4 else active.f64
     with nogil:
         tiles.fma_peak(rounds)
-    return 2.0 * tiles.lanes * AT_PEAK_CHAINS * rounds
+    return 2.0 * tiles.lanes * AT_PEAK_FMAS * rounds
 
 
 cdef struct Reading:

@@ -10,7 +10,7 @@ cdef extern from "kernels/kernels.h" nogil:
         AT_ALIGN
         AT_PANEL
         AT_FEW_KEYS
-        AT_PEAK_CHAINS
+        AT_PEAK_FMAS
         AT_ANGLE_BLOCK
 
     ctypedef struct at_ahead:
@@ -100,6 +100,9 @@ cdef extern from "kernels/kernels.h" nogil:
     void at_pool_run(at_task task, void *job, Py_ssize_t tasks, int threads)
     int at_pool_workers()
     void *at_scratch(size_t bytes)
+
+    double at_log2(double x) noexcept nogil
+    double at_exp2(double x) noexcept nogil
 
     void at_mask_words(uint32_t *words, const char **rows, Py_ssize_t key_stride, Py_ssize_t n_rows,
                        Py_ssize_t pitch, Py_ssize_t keys)

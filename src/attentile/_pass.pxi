@@ -227,10 +227,10 @@ cdef void close_rows(const Job *job, Block *block, Shared *shared) noexcept nogi
             set_real(block.l + r * item, item, NAN)
         if job.lse.data != NULL:
             set_real(block.lse_rows[r], item,
-                     (real_at(block.m + r * item, item) + log2(real_at(block.l + r * item, item))) * LN2)
+                     (real_at(block.m + r * item, item) + at_log2(real_at(block.l + r * item, item))) * LN2)
         if job.sinks != NULL:                   # a sink is one more term of the sum, without a value
             set_real(block.l + r * item, item, real_at(block.l + r * item, item)
-                     + exp2(block.row_sink[r] - real_at(block.m + r * item, item)))
+                     + at_exp2(block.row_sink[r] - real_at(block.m + r * item, item)))
     job.tiles.reciprocal(shared.alpha, block.l, block.vectors)
 
 

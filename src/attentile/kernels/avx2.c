@@ -1,4 +1,6 @@
-/* AVX2 + FMA vocabulary: 8 floats or 4 doubles per vector, 16 registers, masks are vectors of all-ones lanes. */
+/* AVX2 + FMA vocabulary: 8 floats or 4 doubles per vector, 16 registers, masks are vectors of all-ones lanes.
+ * Empty for other processors: a universal build of macOS compiles every file for both of its own. */
+#if defined(__x86_64__) || defined(_M_X64)
 #include <immintrin.h>
 
 #include "common.h"
@@ -90,6 +92,7 @@ INLINE void f32v_transpose(__m256 r[8]) {
 #define TILES_1 DRIVERS_OF(1, 12, UP_TO_12)
 #define FEW_TILES FEW_OF(1, 8, 8) FEW_OF(2, 4, 4) FEW_OF(3, 4, 2) FEW_OF(4, 2, 2)
 #define FEW_DIRECT 0
+#define PEAK_CHAINS 12
 #define EXP2_LIST EXP2_F32
 #include "tiles.inc"
 
@@ -160,6 +163,7 @@ INLINE void f64v_transpose(__m256d r[4]) {
 #define TILES_1 DRIVERS_OF(1, 12, UP_TO_12)
 #define FEW_TILES FEW_OF(1, 8, 8) FEW_OF(2, 4, 4) FEW_OF(3, 4, 2) FEW_OF(4, 2, 2)
 #define FEW_DIRECT 0
+#define PEAK_CHAINS 12
 #define EXP2_LIST EXP2_F64
 #include "tiles.inc"
 
@@ -193,3 +197,4 @@ INLINE __m256d f64v_has_bit(__m256d n, int bit) {
 #include "angles.inc"
 
 const at_isa at_avx2 = {"avx2", &f32_tiles, &f64_tiles, &angles_table};
+#endif

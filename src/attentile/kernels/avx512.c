@@ -1,4 +1,6 @@
-/* AVX-512 vocabulary (F, DQ, BW, VL): 16 floats or 8 doubles per vector, 32 registers, masks in k registers. */
+/* AVX-512 vocabulary (F, DQ, BW, VL): 16 floats or 8 doubles per vector, 32 registers, masks in k registers.
+ * Empty for other processors: a universal build of macOS compiles every file for both of its own. */
+#if defined(__x86_64__) || defined(_M_X64)
 #include <immintrin.h>
 
 #include "common.h"
@@ -89,6 +91,7 @@ INLINE void f32v_transpose(__m512 r[16]) {
 #define TILES_1 DRIVERS_OF(1, 12, UP_TO_12)
 #define FEW_TILES FEW_OF(1, 6, 8) FEW_OF(2, 4, 8) FEW_OF(3, 2, 4) FEW_OF(4, 2, 4)
 #define FEW_DIRECT 1
+#define PEAK_CHAINS 12
 #define EXP2_LIST EXP2_F32
 #include "tiles.inc"
 
@@ -169,6 +172,7 @@ INLINE void f64v_transpose(__m512d r[8]) {
 #define TILES_1 DRIVERS_OF(1, 12, UP_TO_12)
 #define FEW_TILES FEW_OF(1, 6, 8) FEW_OF(2, 4, 8) FEW_OF(3, 2, 4) FEW_OF(4, 2, 4)
 #define FEW_DIRECT 1
+#define PEAK_CHAINS 12
 #define EXP2_LIST EXP2_F64
 #include "tiles.inc"
 
@@ -200,3 +204,4 @@ INLINE __mmask8 f64v_has_bit(__m512d n, int bit) {
 #include "angles.inc"
 
 const at_isa at_avx512 = {"avx512", &f32_tiles, &f64_tiles, &angles_table};
+#endif

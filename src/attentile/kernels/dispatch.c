@@ -10,6 +10,8 @@ static int has_avx512(void) {
            __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
 }
 static int has_avx2(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+#elif defined(__aarch64__) || defined(_M_ARM64)
+extern const at_isa at_neon;
 #endif
 
 extern const at_isa at_generic;
@@ -22,6 +24,8 @@ static const struct {
 #if defined(__x86_64__) || defined(_M_X64)
     {&at_avx512, has_avx512},
     {&at_avx2, has_avx2},
+#elif defined(__aarch64__) || defined(_M_ARM64)
+    {&at_neon, always}, /* part of the architecture, and of what every operating system for it saves */
 #endif
     {&at_generic, always},
 };

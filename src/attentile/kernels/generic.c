@@ -91,6 +91,7 @@ GENERIC_VOCABULARY(f64v, double, int64_t, uint64_t, 2, 52, 6755399441055744.0, E
 #define TILES_1 DRIVERS_OF(1, 8, UP_TO_8)
 #define FEW_TILES FEW_OF(1, 8, 8) FEW_OF(2, 4, 4) FEW_OF(3, 4, 2) FEW_OF(4, 2, 2)
 #define FEW_DIRECT 0
+#define PEAK_CHAINS 12
 #define EXP2_LIST EXP2_F32
 #include "tiles.inc"
 
@@ -104,6 +105,7 @@ GENERIC_VOCABULARY(f64v, double, int64_t, uint64_t, 2, 52, 6755399441055744.0, E
 #define TILES_1 DRIVERS_OF(1, 8, UP_TO_8)
 #define FEW_TILES FEW_OF(1, 8, 8) FEW_OF(2, 4, 4) FEW_OF(3, 4, 2) FEW_OF(4, 2, 2)
 #define FEW_DIRECT 0
+#define PEAK_CHAINS 12
 #define EXP2_LIST EXP2_F64
 #include "tiles.inc"
 
