@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import secrets
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
@@ -32,6 +30,8 @@ def _plain(value: Any) -> Any:
 
 def pack(cache: KVCache) -> dict[str, Array]:
     """All there is to store of a cache: its settings as text, and the tokens that are held, item after item."""
+    import json  # here, as below: most programs that import attentile store no cache
+
     runs = [cache._held(item) for item in range(cache.batch)]
     k, v = cache._packed(runs)
     used = np.arange(k.shape[2]) < np.array([[sum(end - first for first, end in own)] for own in runs]).reshape(-1, 1)
@@ -55,6 +55,8 @@ def pack(cache: KVCache) -> dict[str, Array]:
 
 def restore(kind: type[KVCache], stored: dict[str, Array]) -> KVCache:
     """The cache of what pack() gave."""
+    import json
+
     try:
         config = json.loads(str(stored["config"][()]))
         for name, array in stored.items():
@@ -110,7 +112,7 @@ def write(file: File, stored: dict[str, Array]) -> None:
         np.savez(file, **content)
         return
     path = os.path.realpath(file)  # through a symbolic link, not over it
-    part = f"{path}.{secrets.token_hex(6)}.part"
+    part = f"{path}.{os.urandom(6).hex()}.part"
     try:
         with open(part, "xb") as target:
             np.savez(target, **content)

@@ -180,7 +180,7 @@ def _narrow_by_padding(mask: Array | None, keys: Structure) -> Array | None:
 # ---- the call ----
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Call:
     """The checked arguments of one call. Arrays have a head axis and batch axes that broadcast to `lead`."""
 

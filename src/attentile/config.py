@@ -13,18 +13,20 @@ import os
 import platform
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from importlib import metadata
-from importlib.util import find_spec
-from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _core: ModuleType | None
 try:
     from . import _core as _compiled
 except ImportError:
+    from importlib.util import find_spec
+
     # A core that was built and cannot be loaded is an error: falling back would be a silent slow path.
     if find_spec(f"{__package__}._core") is not None and os.environ.get("ATTENTILE_BACKEND") != "numpy":
         raise
@@ -116,12 +118,14 @@ def use_backend(name: str, isa: str | None = None) -> AbstractContextManager[Non
 # ---- threads ----
 
 
-def _cgroup_quota(root: Path = Path("/")) -> float | None:
+def _cgroup_quota(root: str | Path = "/") -> float | None:
     """CPUs that the control groups of this process allow (quota / period), or None if unlimited or unknown.
 
     Version 2: cpu.max of the process's group and of each parent; version 1: cpu.cfs_quota_us of its cpu group.
     """
-    limits = []
+    from pathlib import Path  # here and not above, like metadata below: import time
+
+    root, limits = Path(root), []
     try:
         groups = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -238,6 +242,8 @@ def num_threads(n: int) -> Iterator[None]:
 
 
 def _version() -> str:
+    from importlib import metadata
+
     try:
         return metadata.version("attentile")
     except metadata.PackageNotFoundError:

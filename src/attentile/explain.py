@@ -247,7 +247,7 @@ def _output_bytes(call: Call, options: dict[str, Any]) -> int:
 # ---- counting what the core will do ----
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class _Count:
     """Sums over the calls of the core."""
 

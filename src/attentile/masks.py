@@ -34,7 +34,7 @@ ALIGNMENTS = (
 _FAR = 2**60  # beyond any key; positions are clipped to it so that sums cannot wrap
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Structure:
     """What the structural arguments of one call say. Batch axes of the arrays broadcast against those of the call."""
 

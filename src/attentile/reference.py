@@ -25,7 +25,7 @@ ScoreMod = Callable[[Array, int, int, Array, Array], Array]
 TILE_ROWS = 256
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class _Scores:
     """What decides the scores of one call, by the names of the core's arguments."""
 

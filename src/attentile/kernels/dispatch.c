@@ -3,13 +3,10 @@
 #include "kernels.h"
 
 #if defined(__x86_64__) || defined(_M_X64)
+#include "cpu.h"
 extern const at_isa at_avx512, at_avx2;
-/* The compiler's run-time check asks CPUID and, for the wide registers, whether the system saves them (XGETBV). */
-static int has_avx512(void) {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
-}
-static int has_avx2(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+static int has_avx512(void) { return at_cpu_has(1); }
+static int has_avx2(void) { return at_cpu_has(0); }
 #elif defined(__aarch64__) || defined(_M_ARM64)
 extern const at_isa at_neon;
 #endif

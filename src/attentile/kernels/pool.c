@@ -11,22 +11,13 @@
  *   - Idle workers spin for SPIN rounds (a few microseconds, so that back-to-back calls find them awake), then sleep
  *     on a condition variable.
  *   - Signals are blocked in workers; a forked child starts with an empty pool.
- */
-#define _GNU_SOURCE
-#include <pthread.h>
-#include <signal.h>
+ *
+ * What the operating system gives is in threads.h, for POSIX and for Win32. */
+#include "threads.h"
+
 #include <stdatomic.h>
-#include <stdlib.h>
 
 #include "kernels.h"
-
-#if defined(__x86_64__) || defined(__i386__)
-#define RELAX() __builtin_ia32_pause()
-#elif defined(__aarch64__)
-#define RELAX() __asm__ volatile("yield")
-#else
-#define RELAX() (void)0
-#endif
 
 #define MAX_WORKERS 255
 /* Measured on Zen 4: long enough to be awake for the next call from Python (0.25 ms of work take 0.25 ms on two threads
@@ -42,14 +33,15 @@ static _Atomic(ptrdiff_t) the_tasks, finished;
 static _Atomic int helpers; /* workers 0 .. helpers - 1 may join the open region */
 static _Atomic int sleeping;
 
-static pthread_mutex_t busy = PTHREAD_MUTEX_INITIALIZER; /* held by the caller whose region is open */
-static pthread_mutex_t sleep_lock = PTHREAD_MUTEX_INITIALIZER;
-static pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
-static pthread_cond_t done = PTHREAD_COND_INITIALIZER;
+static at_lock busy = AT_LOCK_INIT; /* held by the caller whose region is open */
+static at_lock sleep_lock = AT_LOCK_INIT;
+static at_wake wake = AT_WAKE_INIT;
+static at_wake done = AT_WAKE_INIT;
 static _Atomic int waiting; /* the caller sleeps on `done` */
 static _Atomic int workers;
-static pthread_once_t once = PTHREAD_ONCE_INIT;
-static pthread_key_t scratch_key;
+static at_once_flag once = AT_ONCE_INIT;
+static at_local scratch;
+static int no_scratch; /* the system had no thread-local pointer left */
 
 static uint32_t current_region(void) { return (uint32_t)(atomic_load(&ticket) >> 32); }
 
@@ -77,9 +69,9 @@ static void report(ptrdiff_t ran) {
     if (ran == 0) return;
     const ptrdiff_t tasks = atomic_load(&the_tasks);
     if (atomic_fetch_add(&finished, ran) + ran == tasks && atomic_load(&waiting)) {
-        pthread_mutex_lock(&sleep_lock);
-        pthread_cond_signal(&done);
-        pthread_mutex_unlock(&sleep_lock);
+        at_lock_take(&sleep_lock);
+        at_wake_one(&done);
+        at_lock_drop(&sleep_lock);
     }
 }
 
@@ -89,50 +81,40 @@ static uint32_t next_region(uint32_t last) {
     for (int spin = 0; spin < SPIN; spin++) {
         region = current_region();
         if (is_open(region) && region != last) return region;
-        RELAX();
+        AT_RELAX();
     }
-    pthread_mutex_lock(&sleep_lock);
+    at_lock_take(&sleep_lock);
     atomic_fetch_add(&sleeping, 1);
-    while (region = current_region(), !is_open(region) || region == last) pthread_cond_wait(&wake, &sleep_lock);
+    while (region = current_region(), !is_open(region) || region == last) at_wake_wait(&wake, &sleep_lock);
     atomic_fetch_sub(&sleeping, 1);
-    pthread_mutex_unlock(&sleep_lock);
+    at_lock_drop(&sleep_lock);
     return region;
 }
 
-static void* work(void* number) {
+static at_thread_result AT_THREAD_CALL work(void* number) {
     const int mine = (int)(intptr_t)number;
     for (uint32_t region = 0;;) {
         region = next_region(region);
         if (mine < atomic_load(&helpers)) report(take_tasks(region, mine + 1));
     }
-    return NULL;
+    return 0;
 }
 
 static void start_workers(int wanted) {
-    sigset_t all, before;
-    pthread_attr_t detached;
     if (wanted > MAX_WORKERS) wanted = MAX_WORKERS;
-    if (atomic_load(&workers) >= wanted) return;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    pthread_attr_init(&detached);
-    pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
     while (atomic_load(&workers) < wanted) {
-        pthread_t thread;
         /* No thread to be had: the region runs with those that are there, the caller at least. */
-        if (pthread_create(&thread, &detached, work, (void*)(intptr_t)atomic_load(&workers))) break;
+        if (at_thread_start(work, (void*)(intptr_t)atomic_load(&workers))) break;
         atomic_fetch_add(&workers, 1);
     }
-    pthread_attr_destroy(&detached);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
 /* In a forked child no worker exists, and locks may be held by threads that do not either. */
 static void after_fork(void) {
-    pthread_mutex_init(&busy, NULL);
-    pthread_mutex_init(&sleep_lock, NULL);
-    pthread_cond_init(&wake, NULL);
-    pthread_cond_init(&done, NULL);
+    at_lock_reset(&busy);
+    at_lock_reset(&sleep_lock);
+    at_wake_reset(&wake);
+    at_wake_reset(&done);
     atomic_store(&workers, 0);
     atomic_store(&sleeping, 0);
     atomic_store(&waiting, 0);
@@ -140,26 +122,26 @@ static void after_fork(void) {
 }
 
 static void initialise(void) {
-    pthread_atfork(NULL, NULL, after_fork);
-    pthread_key_create(&scratch_key, free);
+    at_after_fork(after_fork);
+    no_scratch = at_local_open(&scratch);
 }
 
 static void wait_for(ptrdiff_t tasks) {
     for (int spin = 0; spin < SPIN; spin++) {
         if (atomic_load_explicit(&finished, memory_order_acquire) == tasks) return;
-        RELAX();
+        AT_RELAX();
     }
-    pthread_mutex_lock(&sleep_lock);
+    at_lock_take(&sleep_lock);
     atomic_store(&waiting, 1);
-    while (atomic_load(&finished) != tasks) pthread_cond_wait(&done, &sleep_lock);
+    while (atomic_load(&finished) != tasks) at_wake_wait(&done, &sleep_lock);
     atomic_store(&waiting, 0);
-    pthread_mutex_unlock(&sleep_lock);
+    at_lock_drop(&sleep_lock);
 }
 
 void at_pool_run(at_task task, void* job, ptrdiff_t tasks, int threads) {
-    pthread_once(&once, initialise);
+    at_once(&once, initialise);
     if (threads > tasks) threads = (int)tasks;
-    if (threads <= 1 || tasks > 0x7fffffff || pthread_mutex_trylock(&busy)) {
+    if (threads <= 1 || tasks > 0x7fffffff || !at_lock_try(&busy)) {
         for (ptrdiff_t index = 0; index < tasks; index++) task(job, index, 0);
         return;
     }
@@ -172,33 +154,37 @@ void at_pool_run(at_task task, void* job, ptrdiff_t tasks, int threads) {
     atomic_store(&helpers, threads - 1);
     atomic_store(&ticket, (uint64_t)region << 32);
     if (atomic_load(&sleeping)) {
-        pthread_mutex_lock(&sleep_lock);
-        pthread_cond_broadcast(&wake);
-        pthread_mutex_unlock(&sleep_lock);
+        at_lock_take(&sleep_lock);
+        at_wake_all(&wake);
+        at_lock_drop(&sleep_lock);
     }
     atomic_fetch_add(&finished, take_tasks(region, 0));
     wait_for(tasks);
     atomic_store(&ticket, (uint64_t)(region + 1) << 32);
-    pthread_mutex_unlock(&busy);
+    at_lock_drop(&busy);
 }
 
 int at_pool_workers(void) { return atomic_load(&workers); }
 
 /* One buffer per calling thread, grown and kept: fresh pages cost more than small calls do. The block found through
- * the key starts with its size; free() runs when the thread ends. */
+ * `scratch` starts with its size; it is released when the thread ends. */
 void* at_scratch(size_t bytes) {
     typedef struct {
         size_t size;
     } header;
-    pthread_once(&once, initialise);
-    header* block = pthread_getspecific(scratch_key);
+    at_once(&once, initialise);
+    if (no_scratch) return NULL;
+    header* block = at_local_get(scratch);
     if (!block || block->size < bytes) {
         const size_t size = (bytes + 4095) / 4096 * 4096;
         if (size < bytes) return NULL;
-        free(block);
-        block = NULL;
-        if (posix_memalign((void**)&block, AT_ALIGN, size + AT_ALIGN)) block = NULL;
-        pthread_setspecific(scratch_key, block);
+        at_local_set(scratch, NULL);
+        at_release(block);
+        block = at_aligned(size + AT_ALIGN);
+        if (block && at_local_set(scratch, block)) {
+            at_release(block);
+            block = NULL;
+        }
         if (!block) return NULL;
         block->size = size;
     }
