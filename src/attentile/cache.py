@@ -481,7 +481,7 @@ class KVCache:
 
     @classmethod
     def load(cls, file: File) -> KVCache:
-        """The cache that `save` wrote.
+        """The cache that `save` wrote to `file`, a path or a binary file.
 
         Raises
         ------
