@@ -205,7 +205,6 @@ def _run_demonstration() -> int:
     good = self_check()
     threads = at.get_num_threads()
     shown = at.show_config(as_dict=True)
-    assert shown is not None
     print(f"\nSpeed here: {shown['isa']}, {threads} thread(s); the FMA peak is measured in this run\n")
     print_rows([measure(shape, threads, 0.15) for shape in SHAPES])
     return 0 if good else 1

@@ -16,8 +16,8 @@ cdef double LN2 = 0.69314718055994530942
 # Smaller arrays are taken to be in the caches already, where fetching ahead only costs (about 1 % of the pass).
 cdef Py_ssize_t FETCH_BYTES = 4 << 20
 cdef Py_ssize_t FEW_FETCH_BYTES = 12 << 20      # a single reading, from L3 as fast as fetched: 82 against 72 GB/s
-# Below this much work (about 40 us of one core) waking a second thread costs more than it gives. Few rows take their time for
-# reading keys and values.
+# Below this much work (about 40 us of one core) waking a second thread costs more than it gives. Few rows take their
+# time for reading keys and values.
 cdef double SERIAL_FLOPS = 4e6
 cdef double SERIAL_BYTES = 2e6
 

@@ -1,8 +1,8 @@
 # Entries for the key-value cache (cache.py, pages.py). Included by _core.pyx.
 #
-# Page c of an item holds its tokens c * page_keys ... for all key heads: keys as (head, page_keys / 16, width, 16), then
-# values as (head, page_keys, value_width). A page of 256 tokens is a chunk of the pass, so the pass takes a page's address
-# where it takes a row of K otherwise.
+# Page c of an item holds its tokens c * page_keys ... for all key heads: keys as (head, page_keys / 16, width, 16),
+# then values as (head, page_keys, value_width). A page of 256 tokens is a chunk of the pass, so the pass takes a page's
+# address where it takes a row of K otherwise.
 
 cdef struct Layout:
     Py_ssize_t kv_heads, page_keys, width, value_width
@@ -72,7 +72,8 @@ cdef void store_item(const Layout *layout, size_t itemsize, const Py_ssize_t *pa
 
 
 cdef int store_typed(const real[:, :, :, :] k, const real[:, :, :, :] v, const Layout *layout,
-                     const Py_ssize_t[:, ::1] table, const Py_ssize_t[::1] starts, const Py_ssize_t[::1] counts) except -1:
+                     const Py_ssize_t[:, ::1] table, const Py_ssize_t[::1] starts,
+                     const Py_ssize_t[::1] counts) except -1:
     cdef Py_ssize_t b
     with nogil:
         for b in range(k.shape[0]):
@@ -116,8 +117,8 @@ def attend_pages(q, tuple shape, table, Py_ssize_t keys, Py_ssize_t kept, out, d
                  start=None):
     """attend() over the keys and values on pages; shape and table as in store_tokens.
 
-    keys: S, at most page_keys if that is not a chunk. kept: every row sees the first `kept` keys below its hi. Keys that no
-    row sees need no page.
+    keys: S, at most page_keys if that is not a chunk. kept: every row sees the first `kept` keys below its hi. Keys
+    that no row sees need no page.
     """
     cdef Layout layout = layout_of(shape)
     if out.itemsize == 4:
@@ -132,11 +133,12 @@ def attend_pages(q, tuple shape, table, Py_ssize_t keys, Py_ssize_t kept, out, d
 # The commonest calls
 # ---------------------------------------------------------------------------------------------------------------
 cdef class CacheView:
-    """The arrays of a KVCache, held ready for its commonest calls, which then take a microsecond or two beside their work.
+    """The arrays of a KVCache, held ready for its commonest calls, which then take a microsecond or two beside their
+    work.
 
-    shape and table as in store_tokens; lengths and held_from (B,) are read and, by append, written; writable (B,): tokens up
-    to which an item's pages are there and its own. left, kept, capacity: window, sinks and capacity of the cache, -1 for
-    none. A view is good until the cache replaces one of its arrays.
+    shape and table as in store_tokens; lengths and held_from (B,) are read and, by append, written; writable (B,):
+    tokens up to which an item's pages are there and its own. left, kept, capacity: window, sinks and capacity of the
+    cache, -1 for none. A view is good until the cache replaces one of its arrays.
     """
     cdef Layout layout
     cdef const Py_ssize_t[:, ::1] table

@@ -1,18 +1,19 @@
 from typing import Any
 
 from numpy.typing import NDArray
+from typing_extensions import disjoint_base
 
 def attend(
     q: NDArray[Any], k: NDArray[Any], v: NDArray[Any], out: NDArray[Any], scale: float, threads: int, *,
     mask: NDArray[Any] | None = None, bias: NDArray[Any] | None = None, lo: NDArray[Any] | None = None,
     hi: NDArray[Any] | None = None, lse: NDArray[Any] | None = None, weights: NDArray[Any] | None = None,
-    fill: float | None = None, softcap: float = 0, sinks: NDArray[Any] | None = None,
+    fill: float | None = None, softcap: float = 0.0, sinks: NDArray[Any] | None = None,
     slopes: NDArray[Any] | None = None, start: NDArray[Any] | None = None,
 ) -> None: ...  # fmt: skip
 def stats(
     q: NDArray[Any], k: NDArray[Any], lse: NDArray[Any], scale: float, threads: int, *,
     mask: NDArray[Any] | None = None, bias: NDArray[Any] | None = None, lo: NDArray[Any] | None = None,
-    hi: NDArray[Any] | None = None, softcap: float = 0, slopes: NDArray[Any] | None = None,
+    hi: NDArray[Any] | None = None, softcap: float = 0.0, slopes: NDArray[Any] | None = None,
     start: NDArray[Any] | None = None, entropy: NDArray[Any] | None = None, largest: NDArray[Any] | None = None,
     received: NDArray[Any] | None = None, top_weights: NDArray[Any] | None = None,
     top_keys: NDArray[Any] | None = None, rows: NDArray[Any] | None = None, chosen: NDArray[Any] | None = None,
@@ -26,10 +27,11 @@ def attend_pages(
     q: NDArray[Any], shape: tuple[int, int, int, int], table: NDArray[Any], keys: int, kept: int, out: NDArray[Any],
     scale: float, threads: int, *, mask: NDArray[Any] | None = None, bias: NDArray[Any] | None = None,
     lo: NDArray[Any] | None = None, hi: NDArray[Any] | None = None, lse: NDArray[Any] | None = None,
-    weights: NDArray[Any] | None = None, softcap: float = 0, sinks: NDArray[Any] | None = None,
+    weights: NDArray[Any] | None = None, softcap: float = 0.0, sinks: NDArray[Any] | None = None,
     slopes: NDArray[Any] | None = None, start: NDArray[Any] | None = None,
 ) -> None: ...  # fmt: skip
 
+@disjoint_base
 class CacheView:
     def __init__(
         self, shape: tuple[int, int, int, int], table: NDArray[Any], lengths: NDArray[Any], held_from: NDArray[Any],

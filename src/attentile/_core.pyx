@@ -1,6 +1,7 @@
 """The compiled core: entry functions over typed memoryviews, the choice of an instruction set, measurements.
 
-The pass itself is in _pass.pxi and _blocks.pxi (one Cython module, because each one with memoryviews costs 25,000 generated lines).
+The pass itself is in _pass.pxi and _blocks.pxi (one Cython module, because each one with memoryviews costs 25,000
+generated lines).
 """
 from libc.math cimport INFINITY, NAN, isfinite, sqrt
 from libc.stdint cimport int64_t, uint32_t
@@ -155,8 +156,8 @@ def attend(q, k, v, out, double scale, int threads, *, mask=None, bias=None, lo=
     softcap: 0 for none. sinks, slopes (Hq,) float64. start (1 or B,) intp: position of query 0, needed by slopes.
     """
     if out.itemsize == 4:
-        attend_arrays[float](q, k, v, out, scale, threads, mask, bias, lo, hi, lse, weights, fill, softcap, sinks, slopes,
-                             start)
+        attend_arrays[float](q, k, v, out, scale, threads, mask, bias, lo, hi, lse, weights, fill, softcap, sinks,
+                             slopes, start)
     else:
         attend_arrays[double](q, k, v, out, scale, threads, mask, bias, lo, hi, lse, weights, fill, softcap, sinks,
                               slopes, start)
@@ -192,8 +193,9 @@ cdef int stats_typed(const real[:, :, :, :] q, const real[:, :, :, :] k, double 
     return 0
 
 
-def stats(q, k, lse, double scale, int threads, *, mask=None, bias=None, lo=None, hi=None, double softcap=0, slopes=None,
-          start=None, entropy=None, largest=None, received=None, top_weights=None, top_keys=None, rows=None, chosen=None):
+def stats(q, k, lse, double scale, int threads, *, mask=None, bias=None, lo=None, hi=None, double softcap=0,
+          slopes=None, start=None, entropy=None, largest=None, received=None, top_weights=None, top_keys=None,
+          rows=None, chosen=None):
     """Second pass over non-empty arrays as attend() takes them, with lse (B, Hq, L) of the first (see stats.py).
 
     entropy, largest (B, Hq, L), received (B, Hq, S) zeroed, top_weights zeroed and top_keys filled with -1

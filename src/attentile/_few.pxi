@@ -7,9 +7,10 @@
 #             merge into m, l, o; or leave the chunk's maximum, sum and values to the end
 #         o / l
 #
-# Such a call is a single reading of K and V, each row once for all query rows of the group, so it is bound by memory; what
-# this file does is to keep reading while it computes. If there are fewer heads than the threads need, threads share the
-# chunks of a head. To keep the bits, their results are then merged chunk by chunk from the left, as one thread does it.
+# Such a call is a single reading of K and V, each row once for all query rows of the group, so it is bound by memory;
+# what this file does is to keep reading while it computes. If there are fewer heads than the threads need, threads
+# share the chunks of a head. To keep the bits, their results are then merged chunk by chunk from the left, as one
+# thread does it.
 #
 # Included by _core.pyx after _blocks.pxi and before _pass.pxi, whose score_chunk, start_rows and close_rows it uses.
 
@@ -34,7 +35,8 @@ cdef void score_few(const Job *job, Block *block, Shared *shared, const char *k,
                      v + start * job.v.row if job.fetch else NULL, job.v.row)
     for r in range(block.n_rows):
         if job.softcap != 0:
-            tiles.softcap(s, shared.unused, 1, (n + tiles.lanes - 1) // tiles.lanes, -2 / job.softcap, job.softcap * LOG2E)
+            tiles.softcap(s, shared.unused, 1, (n + tiles.lanes - 1) // tiles.lanes, -2 / job.softcap,
+                          job.softcap * LOG2E)
         if job.bias.data != NULL:
             tiles.few_bias(s, block.bias_rows[r] + key * job.bias.column, job.bias.column, n)
         if job.slopes != NULL:
@@ -68,8 +70,8 @@ cdef void weigh_few(const Job *job, Block *block, Shared *shared, Part part, con
     for r in range(block.n_rows):
         set_real(part.top + r * item, item, tiles.few_softmax(s + r * AT_CHUNK * item, stop - start, careful))
     if careful:
-        tiles.few_values_marked(part.values, part.sum, s, block.n_rows, v + start * job.v.row, job.v.row, job.value_width,
-                                stop - start)
+        tiles.few_values_marked(part.values, part.sum, s, block.n_rows, v + start * job.v.row, job.v.row,
+                                job.value_width, stop - start)
     else:
         tiles.few_values(part.values, part.sum, s, block.n_rows, v + start * job.v.row, job.v.row, job.value_width,
                          stop - start, ahead, job.k.row)

@@ -40,7 +40,8 @@ cdef extern from "kernels/kernels.h" nogil:
         void (**values)(void *ot, const void *st, const char *v, Py_ssize_t v_stride, Py_ssize_t width,
                         Py_ssize_t keys, const void *alpha, const void *beta, int first) noexcept nogil
         void (*values_marked)(void *ot, const void *st, const char *v, Py_ssize_t v_stride, Py_ssize_t width,
-                              Py_ssize_t keys, const void *alpha, const void *beta, int first, int vectors) noexcept nogil
+                              Py_ssize_t keys, const void *alpha, const void *beta, int first,
+                              int vectors) noexcept nogil
         int (*any_nan)(const void *ot, int vectors, Py_ssize_t width) noexcept nogil
         void (*reciprocal)(void *r, const void *l, int vectors) noexcept nogil
         void (*unpack)(char **rows, const void *ot, const void *factor, Py_ssize_t n_rows, int vectors,
@@ -57,8 +58,8 @@ cdef extern from "kernels/kernels.h" nogil:
         double (*few_softmax)(void *s, Py_ssize_t keys, int mark) noexcept nogil
         void (*few_values)(void *o, void *l, const void *s, Py_ssize_t n_rows, const char *v, Py_ssize_t v_stride,
                            Py_ssize_t width, Py_ssize_t keys, const char *ahead, Py_ssize_t ahead_stride) noexcept nogil
-        void (*few_values_marked)(void *o, void *l, const void *s, Py_ssize_t n_rows, const char *v, Py_ssize_t v_stride,
-                                  Py_ssize_t width, Py_ssize_t keys) noexcept nogil
+        void (*few_values_marked)(void *o, void *l, const void *s, Py_ssize_t n_rows, const char *v,
+                                  Py_ssize_t v_stride, Py_ssize_t width, Py_ssize_t keys) noexcept nogil
         void (*few_merge)(const void *top, const void *sum, void *m, void *l, void *alpha, void *beta,
                           int vectors) noexcept nogil
         void (*few_blend)(void *o, const void *chunk, Py_ssize_t n, double alpha, double beta) noexcept nogil

@@ -9,16 +9,16 @@
 #
 # Why blocked this way: a row of K or V is used by every query row, so a chunk of K and V (2 x 256 x 64 floats: 128 KiB)
 # is read from memory once per task and from L2 once per block; the scores (256 x 48 floats: 48 KiB) never leave the
-# core; Q and O of a block (2 x 48 x 64 floats: 24 KiB) stay in L1. Memory traffic per task is K + V + its part of Q and O,
-# where the textbook formula writes and reads the L x S matrix four times.
+# core; Q and O of a block (2 x 48 x 64 floats: 24 KiB) stay in L1. Memory traffic per task is K + V + its part of Q and
+# O, where the textbook formula writes and reads the L x S matrix four times.
 #
 # Query heads that share a key head (grouped-query attention) are simply more rows of the same keys: row r of a task
 # is query r % L of head r // L of the group.
 #
 # Which keys a row may see is first an interval lo <= j < hi (causal, lengths, windows), then a boolean mask, then the
 # -inf entries of a bias. Chunks that no row of a task sees are never visited. Where an interval ends inside a chunk,
-# or where there is a mask, the block's rows become bit words, 32 keys each: a word that is 0 for all rows is skipped, one
-# that is all ones runs the plain tiles, only the mixed ones test lanes.
+# or where there is a mask, the block's rows become bit words, 32 keys each: a word that is 0 for all rows is skipped,
+# one that is all ones runs the plain tiles, only the mixed ones test lanes.
 #
 # Everything here is dtype-blind: it moves byte pointers, the tiles know the type.
 # Order of operations and layouts: kernels/kernels.h.
@@ -54,7 +54,8 @@ cdef inline Py_ssize_t chunk_keys(const Job *job, Py_ssize_t c) noexcept nogil:
 
 
 cdef inline void look_ahead(const Job *job, Block **blocks, Py_ssize_t n_blocks, Py_ssize_t x, Shared *shared,
-                            Py_ssize_t b, Py_ssize_t head, Py_ssize_t c, Py_ssize_t first, Py_ssize_t end) noexcept nogil:
+                            Py_ssize_t b, Py_ssize_t head, Py_ssize_t c, Py_ssize_t first,
+                            Py_ssize_t end) noexcept nogil:
     """What the scores of block x in chunk c of first .. end fetch.
 
     The first block fetches the chunk's values, the second one the next chunk's keys. Queries and outputs are touched
@@ -76,7 +77,8 @@ cdef inline void look_ahead(const Job *job, Block **blocks, Py_ssize_t n_blocks,
 
 cdef void score_run(const Job *job, Block *block, Shared *shared, const char *k, Py_ssize_t chunk, Py_ssize_t start,
                     Py_ssize_t stop, int kind) noexcept nogil:
-    """Final scores of the keys chunk + start .. chunk + stop, and their maximum in shared.top. k: first key of the chunk.
+    """Final scores of the keys chunk + start .. chunk + stop, and their maximum in shared.top. k: first key of the
+    chunk.
 
     Every step leaves a maximum; only that of the last one counts, the others go to shared.unused.
     """
@@ -119,8 +121,8 @@ cdef void place_rows(const Job *job, Block *block, Py_ssize_t key) noexcept nogi
         set_real(block.position + r * item, item, <double> (block.row_position[r] - key))
 
 
-cdef inline void score_some(const Job *job, Block *block, Shared *shared, const char *k, const char *v, Py_ssize_t chunk,
-                            Py_ssize_t start, Py_ssize_t stop, int kind) noexcept nogil:
+cdef inline void score_some(const Job *job, Block *block, Shared *shared, const char *k, const char *v,
+                            Py_ssize_t chunk, Py_ssize_t start, Py_ssize_t stop, int kind) noexcept nogil:
     if job.few:
         score_few(job, block, shared, k, v, chunk, start, stop, kind)
     else:

@@ -7,10 +7,11 @@
 #          |
 #          +--> plane 0, plane 1, ...      (a plane is one head of one batch item: rows x width)
 #
-# Everything is memory traffic but the tables, so a table is made once and all planes with these positions run over it. With
-# 64 rows it lies in the L2 cache, 64 KiB for 64 pairs; with 16 rows it would fit into L1, but a plane's 16 rows are over
-# before the prefetchers of the core are at full speed: 18 % slower on (1, 32, 2048, 128) in float32. The split of a position is absolute, hence a row's bits depend on
-# its position and its values alone, whatever the call's positions are. Pairs go in strips, so that scratch is bounded.
+# Everything is memory traffic but the tables, so a table is made once and all planes with these positions run over it.
+# With 64 rows it lies in the L2 cache, 64 KiB for 64 pairs; with 16 rows it would fit into L1, but a plane's 16 rows
+# are over before the prefetchers of the core are at full speed: 18 % slower on (1, 32, 2048, 128) in float32. The split
+# of a position is absolute, hence a row's bits depend on its position and its values alone, whatever the call's
+# positions are. Pairs go in strips, so that scratch is bounded.
 
 cdef enum:
     FINE_ROWS = 64
@@ -24,7 +25,7 @@ cdef struct Rotary:
     const at_angles *angles
     Strided x, y
     Py_ssize_t item_bytes                       # of an element
-    Py_ssize_t items, planes, heads             # items: batch items with positions of their own; planes: of each of them
+    Py_ssize_t items, planes, heads             # items: batch items with positions of their own; planes: of each
     Py_ssize_t length, width, pairs
     const int64_t *positions                    # [item][row]; NULL: first, first + 1, ...
     int64_t first
@@ -209,12 +210,13 @@ cdef int rotate_typed(Rotary *job, const real[:, :, :, :] x, real[:, :, :, :] y)
 
 def rotate(x, y, Py_ssize_t pairs, bint neighbours, positions, long long first, high, low, cosines, sines,
            double cosine_factor, double sine_factor, int threads):
-    """Turns non-empty x (B, H, L, D) into y, both float32 or float64 with the last axis contiguous, aligned, native; y may
-    be x. See rotary.py, which checks.
+    """Turns non-empty x (B, H, L, D) into y, both float32 or float64 with the last axis contiguous, aligned, native; y
+    may be x. See rotary.py, which checks.
 
-    positions: (1 or B, L) int64, or None for first, first + 1, ... Either high + low, (pairs,) float64, the quarter turns
-    per position, or cosines and sines (n, pairs), float32 or float64, last axis contiguous, for positions 0 .. n - 1.
-    All angles are at most 2^50. cosine_factor, sine_factor: of the table; a negative second one turns backwards.
+    positions: (1 or B, L) int64, or None for first, first + 1, ... Either high + low, (pairs,) float64, the quarter
+    turns per position, or cosines and sines (n, pairs), float32 or float64, last axis contiguous, for positions from
+    0 to n - 1. All angles are at most 2^50. cosine_factor, sine_factor: of the table; a negative second one turns
+    backwards.
     """
     cdef Rotary job
     cdef const int64_t[:, ::1] at_positions

@@ -71,7 +71,8 @@ cdef void stats_task(void *stats_pointer, Py_ssize_t index, int slot) noexcept n
         job.tiles.pack(block.qt, block.q_rows, block.n_rows, block.vectors, job.width, job.factor)
         start_stats(job, stats, block, shared, b, head, i)
         for c in range(block.lo // AT_CHUNK, chunks_before(block.hi)):
-            if not score_chunk(job, block, shared, key_chunk(job, b, head // job.group, c), NULL, c * AT_CHUNK, &start, &stop):
+            if not score_chunk(job, block, shared, key_chunk(job, b, head // job.group, c), NULL, c * AT_CHUNK, &start,
+                               &stop):
                 continue
             st = shared.st + start * block.pitch * item
             received = line + block_line_bytes(job)

@@ -39,6 +39,28 @@ def attention(
 
 @overload
 def attention(
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, return_lse: Literal[True], mask: ArrayLike | None = ...,
+    bias: ArrayLike | None = ..., causal: Causal = ..., q_start: ArrayLike | None = ..., window: Window = ...,
+    key_lengths: ArrayLike | None = ..., prefix_lengths: ArrayLike | None = ..., segments: Segments = ...,
+    scale: float | None = ..., softcap: float | None = ..., sinks: ArrayLike | None = ...,
+    alibi_slopes: ArrayLike | None = ..., score_mod: ScoreMod | None = ..., return_weights: bool = ...,
+    out: Array | None = ..., num_threads: int | None = ...,
+) -> AttentionResult: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, return_weights: Literal[True], mask: ArrayLike | None = ...,
+    bias: ArrayLike | None = ..., causal: Causal = ..., q_start: ArrayLike | None = ..., window: Window = ...,
+    key_lengths: ArrayLike | None = ..., prefix_lengths: ArrayLike | None = ..., segments: Segments = ...,
+    scale: float | None = ..., softcap: float | None = ..., sinks: ArrayLike | None = ...,
+    alibi_slopes: ArrayLike | None = ..., score_mod: ScoreMod | None = ..., return_lse: bool = ...,
+    out: Array | None = ..., num_threads: int | None = ...,
+) -> AttentionResult: ...  # fmt: skip
+
+
+@overload
+def attention(
     q: ArrayLike, k: ArrayLike, v: ArrayLike, *, mask: ArrayLike | None = ..., bias: ArrayLike | None = ...,
     causal: Causal = ..., q_start: ArrayLike | None = ..., window: Window = ..., key_lengths: ArrayLike | None = ...,
     prefix_lengths: ArrayLike | None = ..., segments: Segments = ..., scale: float | None = ...,

@@ -487,7 +487,7 @@ class KVCache:
 
     @classmethod
     def load(cls, file: File) -> KVCache:
-        """The cache that `save` wrote.
+        """The cache that `save` wrote to `file`, a path or a binary file.
 
         Raises
         ------

@@ -14,7 +14,7 @@ import platform
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
@@ -208,12 +208,42 @@ def get_num_threads() -> int:
 
     Order: `num_threads()` block, `set_num_threads()`, ATTENTILE_NUM_THREADS, OMP_NUM_THREADS, the CPUs this process
     may use (affinity) capped by its cgroup quota.
+
+    Returns
+    -------
+    int
+
+    Examples
+    --------
+    >>> import attentile
+    >>> with attentile.num_threads(3):
+    ...     attentile.get_num_threads()
+    3
     """
     return _threads_and_source()[0]
 
 
 def set_num_threads(n: int | None) -> None:
-    """Set the number of threads for the process; None goes back to the default, read anew."""
+    """Set the number of threads for the process.
+
+    Parameters
+    ----------
+    n : int or None
+        None goes back to the default, read anew.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If n is not a positive integer.
+
+    Examples
+    --------
+    >>> import attentile
+    >>> attentile.set_num_threads(2)
+    >>> attentile.get_num_threads()
+    2
+    >>> attentile.set_num_threads(None)
+    """
     global _process_threads, _default
     _process_threads = None if n is None else _positive(n, "set_num_threads: n")
     if n is None:
@@ -223,6 +253,19 @@ def set_num_threads(n: int | None) -> None:
 @contextmanager
 def num_threads(n: int) -> Iterator[None]:
     """Context manager: calls in the block, in this thread or task only, use n threads.
+
+    Parameters
+    ----------
+    n : int
+
+    Returns
+    -------
+    context manager
+
+    Raises
+    ------
+    TypeError, ValueError
+        If n is not a positive integer.
 
     Examples
     --------
@@ -250,6 +293,18 @@ def _version() -> str:
         return "not installed"
 
 
+@overload
+def show_config(as_dict: Literal[False] = ...) -> None: ...
+
+
+@overload
+def show_config(as_dict: Literal[True]) -> dict[str, Any]: ...
+
+
+@overload
+def show_config(as_dict: bool) -> dict[str, Any] | None: ...
+
+
 def show_config(as_dict: bool = False) -> dict[str, Any] | None:
     """Print what runs and why: version, backend, instruction set, threads and where their number came from, build.
 
@@ -257,6 +312,17 @@ def show_config(as_dict: bool = False) -> dict[str, Any] | None:
     ----------
     as_dict : bool
         Return the same as a dictionary and print nothing.
+
+    Returns
+    -------
+    dict of str to str, int or list, or None
+        With as_dict; else None.
+
+    Examples
+    --------
+    >>> import attentile
+    >>> sorted(attentile.show_config(as_dict=True))[:4]
+    ['backend', 'backend_why', 'compiler', 'isa']
     """
     threads, source = _threads_and_source()
     config: dict[str, Any] = {

@@ -158,7 +158,7 @@ def _isa(score_mod: Any) -> str | None:
 def _path(given: dict[str, Any], options: dict[str, Any]) -> tuple[str, str]:
     """(path, why): the conditions of attention() and of attend_plain() of the core, in their order."""
     if config.active is None:
-        return "NumPy", f"{config.show_config(as_dict=True)['backend_why']}; no compiled kernels"  # type: ignore[index]
+        return "NumPy", f"{config.show_config(as_dict=True)['backend_why']}; no compiled kernels"
     if options["score_mod"] is not None:
         return "NumPy", "score_mod= is a Python function, which the compiled kernels cannot call"
     special = [name for name in _DEFAULTS if name not in ("scale", "num_threads")]
@@ -451,10 +451,8 @@ def _as_structure(mask: Array, queries: int, keys: int) -> str | None:
 
 
 def _band(lo: Array, hi: Array, start: int, queries: int, keys: int) -> str | None:
-    """causal=, window= and key_lengths= that give these intervals if query i stands at start + i, else None."""
+    """causal=, window= and key_lengths= for these intervals (some of them not empty), query i at start + i, or None."""
     position, seen = start + np.arange(queries), lo < hi
-    if not seen.any():
-        return None
     left, right = int((position - lo)[seen].max()), int((hi - 1 - position)[seen].max())
     valid = hi.max(axis=-1, keepdims=True)
     low = np.clip(position - left if lo.any() else 0 * position, 0, keys)

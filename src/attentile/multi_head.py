@@ -273,7 +273,16 @@ class MultiHeadAttention:
         return self._finish(result, plan, out)
 
     def keys_values(self, context: ArrayLike) -> tuple[Array, Array]:
-        """Keys (..., num_kv_heads, S, head_dim) and values (..., num_kv_heads, S, value_dim) of context, not turned.
+        """Keys and values of a context, not turned, for many calls with it.
+
+        Parameters
+        ----------
+        context : array_like, shape (..., S, d_context)
+
+        Returns
+        -------
+        k : ndarray, shape (..., num_kv_heads, S, head_dim)
+        v : ndarray, shape (..., num_kv_heads, S, value_dim)
 
         Examples
         --------

@@ -16,7 +16,7 @@ from .masks import positive_index
 
 Array = NDArray[Any]
 
-_DTYPES = (np.float16, np.float32, np.float64)
+_DTYPES: tuple[type, ...] = (np.float16, np.float32, np.float64)
 _LARGEST_ANGLE = 2**50  # radians: the kernels take the quarter turns modulo 4 from float64 numbers below 2**51
 
 

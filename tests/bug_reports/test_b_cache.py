@@ -11,7 +11,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 from report_helpers import assert_same_row, normal, qkv
 
-from attentile import KVCache, attention, merge_attention, use_backend
+from attentile import KVCache, alibi_slopes, attention, merge_attention, rotary_embedding, use_backend
 from attentile.pages import PageTable
 
 Array = Any
@@ -93,6 +93,53 @@ def test_b83_a_window_of_8_holds_the_last_8(impl, steps):
             seen = np.arange(max(position - 7, 0), position + 1)
             assert_array_equal(np.flatnonzero(weights[0, 0, i]), seen)
         assert_same_row(impl, cache.attend(q[:, :, rows]), whole[:, :, rows])
+
+
+# ---- B85, B89: chunks behind a past ----
+
+
+@pytest.mark.parametrize("parts", [(5, 7, 4), (1, 15), (15, 1), (1,) * 16], ids=str)
+@pytest.mark.parametrize("turned_by", ["cache", "caller"])
+def test_b85_prefill_in_chunks_through_a_cache(impl, parts, turned_by):
+    """Grouped heads and rotary positions, which the cache or its caller applies."""
+    q, k, v = qkv((2, 4, 16, 8), kv_heads=2)
+    turned_q, turned_k = rotary_embedding(q), rotary_embedding(k)
+    whole, start, outputs = attention(turned_q, turned_k, v, causal=True), 0, []
+    cache = KVCache(2, 2, 8, rotary={} if turned_by == "cache" else None)
+    given_q, given_k = (q, k) if turned_by == "cache" else (turned_q, turned_k)
+    for n in parts:
+        rows = slice(start, start + n)
+        cache.append(given_k[:, :, rows], v[:, :, rows])
+        outputs.append(cache.attend(given_q[:, :, rows]))
+        start += n
+    assert_same_row(impl, np.concatenate(outputs, axis=2), whole)
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_b89_slopes_in_a_cache(impl, step):
+    q, k, v = qkv((2, 4, 10, 8))
+    slopes, cache = alibi_slopes(4), KVCache(2, 4, 8)
+    whole = attention(q, k, v, causal=True, alibi_slopes=slopes)
+    assert np.abs(whole - attention(q, k, v, causal=True)).max() > 0.1
+    for start in range(0, 10, step):
+        rows = slice(start, min(start + step, 10))
+        cache.append(k[:, :, rows], v[:, :, rows])
+        assert_same_row(impl, cache.attend(q[:, :, rows], alibi_slopes=slopes), whole[:, :, rows])
+
+
+# ---- B12: a short prompt in a large storage ----
+
+
+def test_b12_cache_of_large_capacity(impl):
+    q, k, v = qkv((2, 4, 4, 16), kv_heads=2)
+    whole, cache = attention(q, k, v, causal=True), KVCache(2, 2, 16, 128)
+    cache.append(*(1e30 * np.ones((2, 2, 2, 100, 16), np.float32)))  # what the storage holds beyond the prompt
+    cache.truncate(0)
+    cache.append(k, v)
+    outputs = [cache.attend(q) for _ in range(20)]
+    for out in outputs:
+        assert_array_equal(out, outputs[0])
+    assert_same_row(impl, outputs[0], whole)
 
 
 # ---- B86: lengths of their own, one storage ----

@@ -10,7 +10,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from oracle import oracle, same_formula
 from report_helpers import Array, check, normal, qkv
 
-from attentile import attention, self_attention
+from attentile import attention, rotary_embedding, self_attention
 
 # ---- B74: the output dtype ----
 
@@ -63,6 +63,18 @@ def test_b74_textbook_output_dtype(impl, dtype):
     for mask in (None, np.tri(9), np.tri(9, dtype=int)):
         output, weights = self_attention(q, k, v, 16, mask)
         assert output.dtype == weights.dtype == dtype
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("table", [None, np.float32, np.float64])
+def test_b74_rotation_keeps_the_dtype(impl, name, table):
+    """Neither the width of the angles nor that of given tables shows, so that turned and other arrays go together."""
+    dtype = bfloat16() if name == "bfloat16" else np.dtype(name)
+    q, k, v = qkv((1, 2, 9, 16), dtype=dtype)
+    tables = {} if table is None else {"cos": normal(9, 8, dtype=table), "sin": normal(9, 8, dtype=table, seed=1)}
+    turned = [rotary_embedding(x, **tables) for x in (q, k)]
+    assert [x.dtype for x in turned] == [dtype, dtype]
+    assert attention(*turned, v, causal=True).dtype == dtype
 
 
 # ---- B75: masks in half precision ----

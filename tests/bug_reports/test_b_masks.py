@@ -320,6 +320,22 @@ def test_b86_position_per_item(impl, start):
         assert_same_row(impl, out[item], attention(q[item], k[item], v[item], causal=True, q_start=position))
 
 
+# ---- B96: what the gradients must agree with ----
+
+
+@pytest.mark.parametrize("window", [None, (2, 0)], ids=str)
+@pytest.mark.parametrize(("queries", "keys"), [(3, 8), (8, 3)])
+def test_b96_cross_attention_counts_from_the_last_key(impl, queries, keys, window):
+    """Gradients are not offered; this is the forward pass that the report's were wrong for."""
+    q, k, v = qkv((1, 2, queries, 4), keys=keys, dtype=np.float64)
+    options: dict[str, Any] = {"causal": "lower_right", "window": window}
+    weights = check(q, k, v, **options).weights[0, 0]
+    for i in range(queries):
+        at = keys - queries + i
+        seen = range(max(at - 2, 0) if window else 0, at + 1)
+        assert_array_equal(np.flatnonzero(weights[i]), [j for j in seen if 0 <= j < keys])
+
+
 # ---- B83, B88: windows while decoding ----
 
 

@@ -10,7 +10,7 @@ import pytest
 from numpy.testing import assert_array_equal
 from report_helpers import Array, assert_same_row, check, normal, qkv
 
-from attentile import attention
+from attentile import attention, rotary_embedding
 
 NAMES = ("q", "k", "v", "mask", "bias")
 
@@ -149,6 +149,20 @@ def test_b57_broadcast_arrays(impl):
     assert_layout_is_irrelevant(impl, given)
 
 
+def test_b57_read_only_positions_and_tables(impl):
+    x, positions = normal(2, 3, 5, 8), np.arange(10).reshape(2, 5) % 7
+    cos, sin = normal(7, 4, seed=1), normal(7, 4, seed=2)
+    for tables in ({}, {"cos": cos, "sin": sin}):
+        expected = rotary_embedding(x, positions, **tables)
+        given = [array.copy() for array in (x, positions, *tables.values())]
+        for array in given:
+            array.setflags(write=False)
+        frozen = dict(zip(tables, given[2:], strict=True))
+        assert_array_equal(rotary_embedding(*given[:2], **frozen), expected)
+        for array, before in zip(given, (x, positions, *tables.values()), strict=True):
+            assert_array_equal(array, before)
+
+
 # ---- B58: byte order ----
 
 
@@ -181,6 +195,17 @@ def test_b58_the_reports_own_dtypes(impl):
     assert_array_equal(
         attention(q, k, v, causal=True, q_start=start.astype(">i8")), attention(q, k, v, causal=True, q_start=start)
     )
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
+def test_b58_swapped_bytes_of_positions_and_tables(impl, dtype):
+    x, positions = normal(2, 3, 5, 8, dtype=dtype), np.arange(10).reshape(2, 5) % 7
+    cos, sin = normal(7, 4, dtype=dtype, seed=1), normal(7, 4, dtype=dtype, seed=2)
+    for tables in ({}, {"cos": cos, "sin": sin}):
+        turned = rotary_embedding(swapped(x), swapped(positions), **{name: swapped(t) for name, t in tables.items()})
+        assert turned.dtype == dtype
+        assert turned.dtype.isnative
+        assert_array_equal(turned, rotary_embedding(x, positions, **tables))
 
 
 # ---- B60: strides of 0 ----

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
 import ctypes.util
 import itertools
 import json
+import platform
 import re
+import shutil
 import struct
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +71,44 @@ def test_b69_instruction_set_that_is_not_there(compiled):
         assert all(isa in message for isa in here)
 
 
+BASELINE_FREE = ("avx2.c", "avx512.c")  # the objects that are entered only after the processor was asked
+
+
+def functions_by_object(path: Path) -> list[tuple[int, str]]:
+    """(address, source file) of the functions of an ELF file, in order; "" for those that several files see."""
+    table = subprocess.run(["readelf", "-sW", path], capture_output=True, text=True, check=True).stdout
+    found, source = set(), ""
+    for line in table.splitlines():
+        fields = line.split()
+        if len(fields) >= 7 and fields[3] == "FILE":
+            source = fields[7] if len(fields) > 7 else ""
+        elif len(fields) >= 8 and fields[3] == "FUNC" and fields[6] != "UND":
+            found.add((int(fields[1], 16), source if fields[4] == "LOCAL" else ""))
+    return sorted(found)
+
+
+def objects_with_vex(path: Path) -> set[str]:
+    """The source files whose code has instructions of AVX or later: by their names, which start with v."""
+    starts = functions_by_object(path)
+    addresses = [address for address, _ in starts]
+    code = subprocess.run(["objdump", "-d", "--no-show-raw-insn", path], capture_output=True, text=True, check=True)
+    lines = re.finditer(r"^ *([0-9a-f]+):\s+v(?!er[rw]|m[cxlrs])\w+ ", code.stdout, re.MULTILINE)
+    return {starts[bisect.bisect(addresses, int(line[1], 16)) - 1][1] for line in lines}
+
+
+def test_b69_only_the_dispatched_objects_need_avx(compiled):
+    """Import, the pool and the baseline must run on any processor of the platform."""
+    core = Path(config.core().__file__)
+    if platform.machine() not in ("x86_64", "AMD64") or core.suffix != ".so":
+        pytest.skip("a question of x86-64")
+    if not (shutil.which("objdump") and shutil.which("readelf")):
+        pytest.skip("no objdump and readelf here")
+    sources = {source for _, source in functions_by_object(core)}
+    if not {"_core.c", "pool.c", "generic.c", *BASELINE_FREE} <= sources:
+        pytest.skip("the names of the objects were stripped")
+    assert objects_with_vex(core) == set(BASELINE_FREE)
+
+
 # ---- B70, B71: no runtime of OpenMP ----
 
 OPENMP_RUNTIME = re.compile(r"gomp|iomp|libomp|vcomp", re.IGNORECASE)
@@ -94,6 +136,27 @@ def test_b70_the_core_links_no_openmp(compiled):
     libraries = needed_libraries(Path(config.core().__file__))
     assert any(name.startswith(("libc.", "libpthread.")) for name in libraries)  # the list was found
     assert not [name for name in libraries if OPENMP_RUNTIME.search(name)]
+
+
+OPENMP_REQUEST = re.compile(r"[-/]f?openmp\b|pragma omp|omp\.h|\bprange\b|cython\.parallel", re.IGNORECASE)
+
+
+def test_b70_no_source_asks_for_openmp():
+    """What no file asks for is missing in no wheel, whatever the platform."""
+    root = Path(__file__).parents[2]
+    if not (root / "setup.py").exists():
+        pytest.skip("the sources are not beside the tests")
+    package = root / "src" / "attentile"
+    files = [root / "setup.py", *(p for e in ("*.pyx", "*.px[di]", "kernels/*.[ch]") for p in package.glob(e))]
+    files += package.glob("kernels/*.inc")
+    assert len(files) >= 15
+    code = {path.name: path.read_text(encoding="utf-8") for path in files}
+    assert not {name: OPENMP_REQUEST.findall(text) for name, text in code.items() if OPENMP_REQUEST.search(text)}
+
+
+@pytest.mark.parametrize("line", ['extra = ["-fopenmp"]', "#pragma omp parallel", "from cython.parallel import prange"])
+def test_b70_the_check_of_sources_knows_the_requests(line):
+    assert OPENMP_REQUEST.search(line)
 
 
 @pytest.mark.parametrize("name", ["libgomp-24e2ab19.so.1.0.0", "libiomp5.so", "libomp.dylib", "VCOMP140.DLL"])

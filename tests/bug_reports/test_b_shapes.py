@@ -16,7 +16,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from oracle import Expected, oracle, tolerance
 from report_helpers import Array, assert_same_row, check, normal, output_of, qkv
 
-from attentile import attention, multi_head_attention
+from attentile import MultiHeadAttention, attention, multi_head_attention
 
 # ---- B16: nothing beyond the last key is read ----
 
@@ -116,6 +116,18 @@ def test_b39_width_zero_is_refused(impl):
     empty = np.ones((2, 2, 5, 0), np.float32)
     with pytest.raises(ValueError, match="width 0; it must be at least 1"):
         attention(empty, empty, np.ones((2, 2, 5, 4), np.float32))
+
+
+@pytest.mark.parametrize("causal", [False, "lower_right"])
+@pytest.mark.parametrize(("queries", "keys", "lengths"), [(0, 5, None), (5, 0, None), (5, 5, [5, 0, 3]), (5, 5, 0)])
+def test_b101_nothing_is_left_unwritten(impl, queries, keys, lengths, causal):
+    """Of the forward pass (gradients are not offered): memory that holds NaN is written where there is no key, too."""
+    q, k, v = qkv((3, 2, queries, 4), keys=keys)
+    out = np.full((3, 2, queries, 4), np.nan, np.float32)
+    attention(q, k, v, key_lengths=lengths, causal=causal, out=out)
+    empty = keys == 0 or lengths == 0
+    assert_array_equal(out, 0 * out if empty else check(q, k, v, key_lengths=lengths, causal=causal).out)
+    assert np.isfinite(out).all()
 
 
 # ---- B40, B44: widths ----
@@ -310,5 +322,13 @@ def test_b50_layer_with_three_heads(impl, biases, padding):
     allowed = np.broadcast_to(valid[:, None], (batch, heads, length, length))
     attended = oracle(q, k, v, allowed).out.swapaxes(1, 2).reshape(x.shape)
     given = {"b_q": b_q, "b_k": b_k, "b_v": b_v, "b_o": b_o} if biases else {}
+    expected = attended @ weights[3] + b_o
     out = multi_head_attention(x, width, heads, *weights, mask=valid if padding else None, **given)
-    assert_allclose(out, attended @ weights[3] + b_o, rtol=0, atol=1e-12)
+    assert_allclose(out, expected, rtol=0, atol=1e-12)
+    layer = MultiHeadAttention(*weights, num_heads=heads, **given)
+    mask = np.broadcast_to(valid[:, None], (batch, 1, 1, length)) if padding else None
+    assert_allclose(layer(x, mask=mask), expected, rtol=0, atol=1e-12)
+    with_weights = layer(x, mask=mask, return_weights=True)
+    assert_array_equal(with_weights.out, layer(x, mask=mask))
+    assert_array_equal(with_weights.weights[~allowed], 0)
+    assert_allclose(with_weights.weights.sum(axis=-1), 1, rtol=0, atol=1e-12)
