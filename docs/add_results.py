@@ -1,7 +1,7 @@
 """Put benchmark results on the performance page: python docs/add_results.py FILE NAME
 
-FILE is what benchmarks/peers.py, pytest-benchmark or `python -m attentile bench` wrote as JSON; NAME becomes the heading
-and docs/data/NAME.json. Kept are the numbers, the machine and the date, nothing else (sitegen/results.py).
+FILE is what benchmarks/peers.py, pytest-benchmark or `python -m attentile bench` wrote as JSON; NAME becomes the
+heading and docs/data/NAME.json. Kept are the numbers, the machine and the date, nothing else (sitegen/results.py).
 """
 
 from __future__ import annotations

@@ -21,10 +21,9 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build", "_generated", "data/README.md", "requirements.txt"]
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
-suppress_warnings: list[str] = []
 
-# Docstrings name arguments and functions in single backticks: a link where there is something to link to, code elsewhere.
-# What pages name in a role must be there, except types, which docstrings write as prose ("array_like of int").
+# Docstrings name arguments and functions in single backticks: a link where there is something to link to, code
+# elsewhere. What pages name in a role must be there, except types, which docstrings write as prose ("array_like").
 default_role = "py:obj"
 nitpicky = True
 nitpick_ignore_regex = [("py:obj", r".*"), ("py:class", r"(?!attentile\.).*"), ("py:exc", r"(?!attentile\.).*")]

@@ -37,7 +37,7 @@ def overview() -> str:
 def lanes() -> str:
     """One step of the scores: lanes are rows."""
     d = Drawing(680, 250, "One number of a key is broadcast and multiplied with the same width of 16 query rows")
-    cell, left = 24, 150
+    cell, left = 23, 125
     d.text(5, 40, "Qᵀ[d]", "code", 13)
     d.text(5, 57, "packed once", "muted", 11)
     d.text(5, 112, "K[j][d]", "code", 13)
@@ -64,16 +64,14 @@ def visited() -> list[list[str]]:
     grid = []
     for first in range(0, 768, BLOCK):
         last = first + BLOCK - 1
-        row = []
-        for key in range(0, 768, CHUNK):
-            row.append("none" if key > last else "all" if key + CHUNK - 1 <= first else "edge")
-        grid.append(row)
+        keys = range(0, 768, CHUNK)
+        grid.append(["none" if key > last else "all" if key + CHUNK - 1 <= first else "edge" for key in keys])
     return grid
 
 
 def chunks() -> str:
     """Blocks of rows against chunks of keys under a causal mask."""
-    d = Drawing(680, 330, "768 x 768 causal scores: chunks that are run plain, chunks at the edge, chunks never visited")
+    d = Drawing(680, 330, "768 x 768 causal scores: chunks that run plain, chunks at the edge, chunks never visited")
     left, top, wide, high = 120, 40, 110, 16
     kinds = {"all": "a", "edge": "a soft", "none": "off"}
     for c in range(3):
@@ -85,8 +83,11 @@ def chunks() -> str:
         if b % 5 == 0:
             d.text(left - 8, top + b * (high + 1) + 12, f"rows {b * BLOCK}–{(b + 1) * BLOCK - 1}", "muted", 11, "end")
     d.line([(left, top), (left + 3 * wide, top + 16 * (high + 1))], "line")
-    legend = (("all", "every row sees every key:", "plain tiles"), ("edge", "the edge: only words of", "32 keys that differ test lanes"),
-              ("none", "no row sees any key: keys and", "values are never touched"))  # fmt: skip
+    legend = (
+        ("all", "every row sees every key:", "plain tiles"),
+        ("edge", "the edge: lanes are tested", "where rows differ"),
+        ("none", "no row sees any key:", "never read"),
+    )
     for i, (kind, one, two) in enumerate(legend):
         d.rect(480, 60 + i * 70, 22, 22, kinds[kind])
         d.text(512, 68 + i * 70, one, "", 11.5)
@@ -96,7 +97,7 @@ def chunks() -> str:
 
 def online() -> str:
     """Chunks merged from the left."""
-    d = Drawing(680, 200, "Each chunk gives a maximum, a sum and values; they merge into the running ones from the left")
+    d = Drawing(680, 200, "Each chunk gives a maximum, a sum and values; they merge into the running ones")
     for i, x in enumerate((5, 235, 465)):
         d.boxed(x, 8, 130, 52, [f"chunk {i}", "m, l, O of 256 keys"], "c")
         d.arrow(x + 65, 60, x + 65, 112)
@@ -107,8 +108,8 @@ def online() -> str:
             d.text(x + 74, 90, "× 2^(mᵢ − m′)", "muted", 11)
     d.arrow(595, 138, 628, 138)
     d.text(633, 142, "O / l", "code", 13)
-    d.text(340, 188, "m: largest score   l: sum of 2^(s − m)   O: the values with these weights   m′: the new maximum",
-           "muted", 11.5, "middle")  # fmt: skip
+    below = "m: largest score   l: sum of 2^(s − m)   O: the values with these weights   m′: the new maximum"
+    d.text(340, 188, below, "muted", 11.5, "middle")
     return str(d)
 
 
@@ -137,8 +138,8 @@ def panels() -> str:
     d.text(5, 212, "q", "code", 13)
     d.boxed(30, 196, 95, 24, ["one number"], "c")
     d.text(140, 213, "×  16 keys of that width  →  16 scores at once; then lanes are the columns of V", "", 12)
-    d.text(5, 246, "Every K and V row is read once for all query rows of its group, and the next ones are fetched meanwhile.",
-           "muted", 11.5)  # fmt: skip
+    below = "Every row of K and V is read once for all query rows of its group; the next ones are fetched meanwhile."
+    d.text(5, 246, below, "muted", 11.5)
     return str(d)
 
 
@@ -156,11 +157,12 @@ def pages() -> str:
     places = {"A": (330, 82), "B": (420, 82), "C": (510, 28), "D": (510, 150)}
     for letter, (x, y) in places.items():
         d.boxed(x, y, 78, 44, [f"page {letter}"], kinds[letter])
-    d.text(510, 90, "tokens 512 …: the first writer", "muted", 11)
-    d.text(510, 105, "copied this page, no other", "muted", 11)
+    d.text(510, 90, "tokens 512–: who writes", "muted", 11)
+    d.text(510, 105, "first copied this page", "muted", 11)
     d.text(330, 144, "tokens 0–255", "muted", 11)
     d.text(420, 144, "256–511", "muted", 11)
-    d.text(5, 222, "A fork copies no token. A longer cache is one more page, never a larger copy of what is there.", "muted", 11.5)
+    below = "A fork copies no token. A longer cache is one more page, never a larger copy of what is there."
+    d.text(5, 222, below, "muted", 11.5)
     return str(d)
 
 
@@ -183,8 +185,8 @@ def pool() -> str:
     d.line([(95 + end, 20), (95 + end, 150)])
     d.text(101 + end, 32, "the caller returns: all tasks", "muted", 11)
     d.text(101 + end, 47, "that were taken are done", "muted", 11)
-    d.text(95 + 480, 142, "wakes: nothing left,", "muted", 11)
-    d.text(95 + 480, 156, "and nobody waited", "muted", 11)
+    d.text(575, 142, "wakes: no task", "muted", 11)
+    d.text(575, 156, "left, no harm", "muted", 11)
     d.text(5, 180, "Numbers are tasks in the order in which the ticket handed them out.", "muted", 11.5)
     return str(d)
 

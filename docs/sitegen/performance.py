@@ -1,10 +1,10 @@
-"""The performance page from the results in docs/data: a section, a table and a plot for each file; what is missing is said."""
+"""The performance page: a table and a plot for each file of results in docs/data; what is missing is said."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 from .results import Report
@@ -23,8 +23,8 @@ KINDS = {
     "peers": (
         "Against other libraries",
         "python benchmarks/peers.py --json FILE",
-        "Each library runs in a process of its own, the processes take turns, and a ratio is taken within each turn: see "
-        "`benchmarks/README.md`. A ratio above 1 means that attentile is faster.",
+        "Each library runs in a process of its own, the processes take turns, and a ratio is taken within each turn: "
+        "see `benchmarks/README.md`. A ratio above 1 means that attentile is faster.",
     ),
     "bench": (
         "Share of the machine's peak",
@@ -54,8 +54,9 @@ def page(reports: list[Report]) -> str:
         for report in found:
             parts += [f"### {report.name}\n", *sections[kind](report.results)]
         if not found:
-            parts.append(f":::{{note}}\nNot measured yet for this site: no results of this kind are in `docs/data`. "
-                         f"`{command}` writes them, `python docs/add_results.py FILE NAME` puts them here.\n:::\n")  # fmt: skip
+            missing = "Not measured yet for this site: no results of this kind are in `docs/data`."
+            way = f"`{command}` writes them, `python docs/add_results.py FILE NAME` puts them here."
+            parts.append(f":::{{note}}\n{missing} {way}\n:::\n")
     return "\n".join(parts)
 
 
@@ -63,9 +64,9 @@ def _raw(drawing: Drawing) -> str:
     return f'```{{raw}} html\n<div class="wide">{drawing}</div>\n```\n'
 
 
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]], text_columns: Container[int] = (0,)) -> str:
     names = list(head)
-    lines = [names, ["---"] + ["--:"] * (len(names) - 1), *rows]
+    lines = [names, ["---" if i in text_columns else "--:" for i in range(len(names))], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
@@ -97,7 +98,7 @@ def _peers(results: dict[str, Any]) -> list[str]:
             f"**{ratio['median']:.2f}** ({ratio['low']:.2f}–{ratio['high']:.2f})" if ratio else "–",
         ])  # fmt: skip
     head = ("case", "shape", "ours, ms", "best peer", "its ms", "ratio (extremes)")
-    parts = [about, _table(head, rows)]
+    parts = [about, _table(head, rows, (0, 1, 3))]
     if any(one["ratios"] for one in cases.values()):
         parts += [_raw(_peer_plot(cases))]
         wrong = [f"`{name}`: {_titles(one)}" for name, one in cases.items() if _titles(one)]
@@ -135,12 +136,12 @@ def _peer_plot(cases: dict[str, Any]) -> Drawing:
     used = [peer for peer in [*PEERS, *sorted(_all(points) - PEERS.keys())] if peer in _all(points)]
     values = [value for row in points.values() for value in row.values()] or [1.0]
     axis = _Log(105, 655, min(0.8, *values) / 1.1 if len(values) > 1 else 0.5, max(2.0, *values) * 1.1)
-    legend = 18 * -(-len(used) // 3)
+    legend = 18 * -(-len(used) // 2)
     drawing = Drawing(680, legend + 24 * len(points) + 70, "Time of each peer over that of attentile, by case")
     for i, peer in enumerate(used):
         title, colour = PEERS.get(peer, (peer, "g"))
-        drawing.circle(14 + i % 3 * 235, 12 + i // 3 * 18, 5, colour)
-        drawing.text(25 + i % 3 * 235, 16 + i // 3 * 18, title, "", 11.5)
+        drawing.circle(14 + i % 2 * 340, 12 + i // 2 * 18, 5, colour)
+        drawing.text(25 + i % 2 * 340, 16 + i // 2 * 18, title, "", 11.5)
     top, bottom = legend + 14, legend + 24 * len(points) + 22
     axis.draw(drawing, top, bottom, "time of the peer / time of attentile")
     for i, (name, row) in enumerate(points.items()):
@@ -202,17 +203,20 @@ def _bench_name(shape: dict[str, Any]) -> str:
 def _bench(results: dict[str, Any]) -> list[str]:
     config, rows = results["config"], results["rows"]
     about = (
-        f"{results.get('processor', config['machine'])}, {config['isa']}, Python {config['python']}, NumPy {config['numpy']}, "
-        f"{results.get('date', 'date not recorded')}.\n"
+        f"{results.get('processor', config['machine'])}, {config['isa']}, Python {config['python']}, "
+        f"NumPy {config['numpy']}, {results.get('date', 'date not recorded')}.\n"
     )
     table = []
     for row in rows:
         peak = "–" if row["peak_percent"] is None else f"{row['peak_percent']:.0f}"
         table.append([
             _bench_name(row["shape"]), str(row["threads"]), _number(row["ms"]), f"{row['gflops']:.0f}", peak,
-            f"{row['gbytes_per_second']:.1f}", f"{row['speedup']:.1f}",
+            f"{row['gbytes_per_second']:.1f}" if row["shape"]["queries"] == 1 else "–", f"{row['speedup']:.1f}",
         ])  # fmt: skip
-    parts = [about, _table(("problem", "threads", "ms", "GFLOP/s", "% of peak", "GB/s", "times NumPy"), table)]
+    parts = [
+        about,
+        _table(("problem", "threads", "ms", "GFLOP/s", "% of peak", "GB/s (one row)", "times NumPy"), table),
+    ]
     known = [row for row in rows if row["peak_percent"] is not None]
     bars = [(_bench_name(row["shape"]), row["peak_percent"], f"{row['peak_percent']:.0f} %") for row in known]
     return parts + ([_raw(_bars(bars, 100, "Share of the FMA peak"))] if bars else [])

@@ -4,8 +4,8 @@
     python -m pytest benchmarks --benchmark-json=FILE  "suite"
     python -m attentile bench --json FILE              "bench"
 
-`shrink` keeps the numbers, the machine and the date, and drops the rest: names of hosts, paths and branches, every single
-time. What it returns, it accepts.
+`shrink` keeps the numbers, the machine and the date, and drops the rest: names of hosts, paths and branches, every
+single time. What it returns, it accepts.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Report:
 
 
 def kind_of(results: Any) -> str:
-    """"peers", "suite" or "bench"."""
+    """One of peers, suite and bench."""
     keys = results.keys() if isinstance(results, dict) else set()
     for kind, needed in (("peers", {"machine", "cases"}), ("suite", {"machine_info", "benchmarks"}),
                          ("bench", {"config", "rows"})):  # fmt: skip
         if needed <= keys:
             return kind
     raise UnknownResultsError(
-        "neither benchmarks/peers.py --json, nor pytest --benchmark-json, nor python -m attentile bench --json wrote this"
+        "neither benchmarks/peers.py --json nor pytest --benchmark-json nor python -m attentile bench --json wrote this"
     )
 
 
@@ -54,7 +54,7 @@ def _shrink_peers(results: Results) -> Results:
         candidates = {
             peer: _only(found, "status", "milliseconds", "gflops") for peer, found in one["candidates"].items()
         }
-        cases[name] = {"case": one["case"], "candidates": candidates, "ratios": one["ratios"], "best_peer": one["best_peer"]}
+        cases[name] = _only(one, "case", "ratios", "best_peer") | {"candidates": candidates}
     return {"machine": machine, "cases": cases}
 
 

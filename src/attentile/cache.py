@@ -77,6 +77,8 @@ class KVCache:
         Tokens appended so far, of the longest item; dropped ones count.
     lengths : ndarray of intp, shape (batch,)
         The same for each item; a copy.
+    batch, kv_heads, head_dim, value_dim, capacity, dtype, window, sinks
+        As given.
 
     Raises
     ------
@@ -467,8 +469,7 @@ class KVCache:
 
         Examples
         --------
-        >>> import io
-        >>> import numpy as np
+        >>> import io, numpy as np
         >>> from attentile import KVCache
         >>> cache, file = KVCache(batch=1, kv_heads=1, head_dim=2), io.BytesIO()
         >>> cache.append(np.ones((1, 1, 3, 2)), np.ones((1, 1, 3, 2)))
@@ -482,6 +483,10 @@ class KVCache:
     @classmethod
     def load(cls, file: File) -> KVCache:
         """The cache that `save` wrote.
+
+        Parameters
+        ----------
+        file : path or binary file
 
         Raises
         ------

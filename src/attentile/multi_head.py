@@ -46,10 +46,13 @@ class MultiHeadAttention:
         num_heads * head_dim need not equal d_in. With w_k = w_v = None it is the fused weight (d_in, q + k + v), the
         columns of the three side by side (or see `per_head`).
     w_k : array_like, shape (d_context, num_kv_heads * head_dim), or None
+        Keys; None with a fused weight.
     w_v : array_like, shape (d_context, num_kv_heads * value_dim), or None
-        value_dim is free. If d_context differs from d_in, every call needs `context`.
+        Values; value_dim is free. If d_context differs from d_in, every call needs ``context``.
     w_o : array_like, shape (num_heads * value_dim, d_out)
+        Applied to the heads' results side by side.
     num_heads : int
+        Query heads.
     num_kv_heads : int, optional
         Grouped-query attention: query head h uses key head h // (num_heads // num_kv_heads). Default num_heads.
     b_q, b_k, b_v, b_o : array_like, optional
@@ -65,7 +68,9 @@ class MultiHeadAttention:
     Attributes
     ----------
     num_heads, num_kv_heads, head_dim, value_dim, d_in, d_context, d_out : int
+        As given, or as the shapes of the weights say.
     rotary : dict or None
+        As given; a copy.
 
     Raises
     ------
@@ -219,6 +224,7 @@ class MultiHeadAttention:
         Parameters
         ----------
         x : array_like, shape (..., L, d_in)
+            One row per token.
         context : array_like, shape (..., S, d_context), optional
             Cross attention: keys and values come from it, not from x. A tuple (k, v) as `keys_values` returns it saves
             their projection when many calls share one context.
@@ -273,7 +279,16 @@ class MultiHeadAttention:
         return self._finish(result, plan, out)
 
     def keys_values(self, context: ArrayLike) -> tuple[Array, Array]:
-        """Keys (..., num_kv_heads, S, head_dim) and values (..., num_kv_heads, S, value_dim) of context, not turned.
+        """Keys and values of a context, for many calls that share it; not turned by `rotary`.
+
+        Parameters
+        ----------
+        context : array_like, shape (..., S, d_context)
+
+        Returns
+        -------
+        k : ndarray, shape (..., num_kv_heads, S, head_dim)
+        v : ndarray, shape (..., num_kv_heads, S, value_dim)
 
         Examples
         --------

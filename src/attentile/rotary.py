@@ -346,7 +346,7 @@ def rotary_embedding(
         Positions of the rows: 0, 1, ... (None), from this one on (int), these (L,), or these for each batch item: the
         axes before L broadcast to those of x before H. Any order, negative ones too, within -2**50 and 2**50.
     base : float, optional
-        Finite and positive.
+        The first pair turns by one radian per position, the last ones by nearly 1 / base. Finite and positive.
     rotary_dim : int, optional
         How many elements of a row are turned, the first ones; the others are copied. Even, at most D; default D.
     interleaved : bool, optional
