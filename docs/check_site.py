@@ -1,8 +1,8 @@
 """Check a built site: python docs/check_site.py FOLDER
 
-Every link inside the site leads to a file and to a place in it; nothing is loaded from elsewhere: scripts, styles, fonts
-and pictures all lie in the folder, so that the site works without a net. Links that a reader may click to go elsewhere
-are counted, not followed.
+Every link inside the site leads to a file and to a place in it. Nothing is loaded from elsewhere: scripts, styles,
+fonts and pictures all lie in the folder, so that the site works without a net. Links that a reader may click to go
+elsewhere are counted, not followed.
 """
 
 from __future__ import annotations
