@@ -8,6 +8,7 @@ DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS))
 
 from sitegen.build import generate  # noqa: E402
+from sphinx.domains.python import PyObject  # noqa: E402
 
 project = "attentile"
 author = "the attentile developers"
@@ -25,6 +26,7 @@ myst_heading_anchors = 3
 # Docstrings name arguments and functions in single backticks: a link where there is something to link to, code
 # elsewhere. What pages name in a role must be there, except types, which docstrings write as prose ("array_like").
 default_role = "py:obj"
+highlight_language = "none"  # their literal blocks are drawings and formulas
 nitpicky = True
 nitpick_ignore_regex = [("py:obj", r".*"), ("py:class", r"(?!attentile\.).*"), ("py:exc", r"(?!attentile\.).*")]
 napoleon_google_docstring = False
@@ -37,6 +39,7 @@ python_use_unqualified_type_names = True
 add_module_names = False
 
 html_theme = "furo"
+pygments_dark_style = "github-dark"  # the default underlines modules as if they were links
 html_title = "attentile"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
@@ -44,3 +47,7 @@ html_copy_source = False
 html_show_sphinx = True
 
 generate(DOCS, DOCS / "_generated")
+
+for field in PyObject.doc_field_types:
+    if field.name == "variable":
+        field.label = "Attributes"

@@ -104,7 +104,9 @@ def test_every_public_name_is_in_the_reference_once():
     named = [
         name
         for page in DOCS.glob("api/*.md")
-        for name in re.findall(r"^\.\. auto(?:function|class):: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+        for name in re.findall(
+            r"^\.\. auto(?:function|class):: ([\w.]+)", page.read_text(encoding="utf-8"), re.MULTILINE
+        )
     ]
     public = [f"attentile.{name}" for name in attentile.__all__]
     public += [f"attentile.onnx.{name}" for name in attentile.onnx.__all__]
@@ -190,6 +192,20 @@ def test_docstring_of_a_function_has_what_a_stranger_needs(name):
     elif hasattr(thing, "_fields"):
         fields = re.findall(r"^([\w, ]+) : ndarray", text, re.MULTILINE)
         assert tuple(itertools.chain(*(line.split(", ") for line in fields))) == thing._fields
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_names_in_a_docstring_are_there(name):
+    """A name in single backticks becomes a link: to an argument, or to something public."""
+    thing = DOCUMENTED[name]
+    owner = DOCUMENTED.get(name.rpartition(".")[0], thing)
+    known = {*inspect.signature(thing).parameters, *inspect.signature(owner).parameters, *dir(owner)}
+    if known & {"options", "structural"}:
+        known |= {*inspect.signature(attentile.attention).parameters}
+    known |= {*attentile.__all__, *attentile.onnx.__all__, "Attention", "RotaryEmbedding", "TensorScatter"}
+    text = re.sub(r"``.*?``", "", inspect.getdoc(thing) or "", flags=re.DOTALL)
+    for written in re.findall(r"`([^`]*)`", text):
+        assert written.removeprefix("attentile.").split("(")[0] in known, written
 
 
 def drawings(text: str) -> list[tuple[list[str], list[list[str]]]]:

@@ -108,7 +108,7 @@ def online() -> str:
             d.text(x + 74, 90, "× 2^(mᵢ − m′)", "muted", 11)
     d.arrow(595, 138, 628, 138)
     d.text(633, 142, "O / l", "code", 13)
-    below = "m: largest score   l: sum of 2^(s − m)   O: the values with these weights   m′: the new maximum"
+    below = "m: largest score · l: sum of 2^(s − m) · O: the values with these weights · m′: the new m"
     d.text(340, 188, below, "muted", 11.5, "middle")
     return str(d)
 
@@ -145,24 +145,29 @@ def panels() -> str:
 
 def pages() -> str:
     """The tables of a cache and of its fork."""
-    d = Drawing(680, 236, "Two caches whose tables point to the same pages, except for the one that was written to")
-    kinds = {"A": "a", "B": "a", "C": "b", "D": "c"}
-    tables = ((28, "cache, 600 tokens", "ABC"), (150, "its fork, 600 tokens and 20 of its own", "ABD"))
-    for y, label, letters in tables:
-        d.text(5, y - 8, label, "", 12)
+    d = Drawing(680, 262, "Two caches whose tables point to the same pages, except for the one that was written to")
+    left, step, wide = 170, 130, 90
+    for y, name, tokens, letters in ((14, "cache", "600 tokens", "ABC"), (204, "its fork", "620 tokens", "ABD")):
+        d.text(5, y + 13, name, "", 12)
+        d.text(5, y + 28, tokens, "muted", 11)
         for i, letter in enumerate(letters):
-            d.rect(5 + i * 46, y, 42, 30, "box")
-            d.text(26 + i * 46, y + 20, letter, "code", 13, "middle")
-        d.rect(5 + 3 * 46, y, 42, 30, "off")
-    places = {"A": (330, 82), "B": (420, 82), "C": (510, 28), "D": (510, 150)}
-    for letter, (x, y) in places.items():
-        d.boxed(x, y, 78, 44, [f"page {letter}"], kinds[letter])
-    d.text(510, 90, "tokens 512–: who writes", "muted", 11)
-    d.text(510, 105, "first copied this page", "muted", 11)
-    d.text(330, 144, "tokens 0–255", "muted", 11)
-    d.text(420, 144, "256–511", "muted", 11)
-    below = "A fork copies no token. A longer cache is one more page, never a larger copy of what is there."
-    d.text(5, 222, below, "muted", 11.5)
+            d.rect(left + i * step, y, wide, 30)
+            d.text(left + i * step + wide / 2, y + 20, letter, "code", 13, "middle")
+        d.rect(left + 3 * step, y, wide, 30, "off")
+    d.text(5, 132, "pages", "", 12)
+    for i, (letter, tokens) in enumerate((("A", "tokens 0–255"), ("B", "256–511"))):
+        x = left + i * step
+        d.boxed(x, 100, wide, 48, [f"page {letter}", tokens], "a")
+        d.arrow(x + wide / 2, 44, x + wide / 2, 100)
+        d.arrow(x + wide / 2, 204, x + wide / 2, 148)
+    x = left + 2 * step
+    d.boxed(x, 76, wide, 44, ["page C", "512–599"], "b")
+    d.arrow(x + wide / 2, 44, x + wide / 2, 76)
+    d.boxed(x, 128, wide, 44, ["page D", "512–619"], "c")
+    d.arrow(x + wide / 2, 204, x + wide / 2, 172)
+    d.text(x + wide + 14, 145, "copied from C when", "muted", 11)
+    d.text(x + wide + 14, 160, "the fork first wrote", "muted", 11)
+    d.text(5, 255, "A fork copies no token. A longer cache is one more page, never a larger copy of it.", "muted", 11.5)
     return str(d)
 
 

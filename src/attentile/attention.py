@@ -102,7 +102,7 @@ def attention(
     q_start : int or array_like of int (one per batch item), optional
         Position of query 0, for causal=True, window and alibi_slopes: chunked prefill and decoding.
     window : (left, right), optional
-        A query sees `left` keys before and `right` keys after its own position, both inclusive; None = unlimited.
+        A query sees ``left`` keys before and ``right`` keys after its own position, both inclusive; None = unlimited.
         Without a causal form a query's position is its row if L = S, else q_start must be given::
 
             window=(1, 1)     causal=True, window=(1, None)
@@ -129,9 +129,10 @@ def attention(
         For experiments: scores = score_mod(scores, b, h, i, j) after every other change and before the masks, on tiles
         of a head's scores. b counts the batch items, i (rows, 1) and j (1, S) are the query and key indices. Runs in
         NumPy, an order of magnitude slower than everything else.
-    return_lse, return_weights : bool
-        Also return the natural logarithm of the sum of exp of the scores, shape (..., Hq, L), and the softmax
-        weights, shape (..., Hq, L, S).
+    return_lse : bool
+        Also return the natural logarithm of the sum of exp of the scores, shape (..., Hq, L).
+    return_weights : bool
+        Also return the softmax weights, shape (..., Hq, L, S).
     out : ndarray, shape (..., Hq, L, Dv), optional
         Written and returned; any strides. It may overlap an input.
     num_threads : int, optional

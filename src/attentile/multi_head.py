@@ -65,13 +65,6 @@ class MultiHeadAttention:
         The columns of the fused weight are, for each key head in turn, its queries, its key and its value
         (GPT-NeoX, BLOOM, Falcon).
 
-    Attributes
-    ----------
-    num_heads, num_kv_heads, head_dim, value_dim, d_in, d_context, d_out : int
-        As given, or as the shapes of the weights say.
-    rotary : dict or None
-        As given; a copy.
-
     Raises
     ------
     ValueError, TypeError
@@ -82,8 +75,9 @@ class MultiHeadAttention:
     Weights are kept as they are: views and read-only arrays are not copied, nothing is transposed in memory. float16
     and bfloat16 weights are converted to float32 in every call; convert them once if the memory allows it. The
     projections are NumPy's matrix products, so their last bits may depend on the number of rows of a call, those of the
-    attention between them do not. Formula: Vaswani et al., "Attention Is All You Need", 2017, section 3.2.2; grouped
-    queries: Ainslie et al., "GQA", 2023.
+    attention between them do not. A layer has the attributes num_heads, num_kv_heads, head_dim, value_dim, d_in,
+    d_context, d_out (int) and rotary (a copy of what was given, or None). Formula: Vaswani et al., "Attention Is All
+    You Need", 2017, section 3.2.2; grouped queries: Ainslie et al., "GQA", 2023.
 
     Examples
     --------

@@ -29,9 +29,10 @@ class AttentionStats(NamedTuple):
         Of the weights of each row, in nats.
     max : ndarray, shape (..., Hq, L), or None
         The largest weight of each row.
-    top_weights, top_keys : ndarray, shape (..., Hq, L, top_k), or None
-        The largest weights, descending, and their keys; ties by the lower key. Weight 0 and key -1 where a row sees
-        fewer keys.
+    top_weights : ndarray, shape (..., Hq, L, top_k), or None
+        The largest weights of each row, descending; 0 where it sees fewer keys.
+    top_keys : ndarray of intp, shape (..., Hq, L, top_k), or None
+        Their keys, of equal weights the lower one first; -1 where a row sees fewer.
     received : ndarray, shape (..., Hq, S), or None
         The sum over the queries of the weight that each key got (what cache eviction needs).
     rows : ndarray, shape (..., Hq, n, S), or None
