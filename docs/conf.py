@@ -8,7 +8,6 @@ DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS))
 
 from sitegen.build import generate  # noqa: E402
-from sphinx.domains.python import PyObject  # noqa: E402
 
 project = "attentile"
 author = "the attentile developers"
@@ -30,7 +29,8 @@ highlight_language = "none"  # their literal blocks are drawings and formulas
 nitpicky = True
 nitpick_ignore_regex = [("py:obj", r".*"), ("py:class", r"(?!attentile\.).*"), ("py:exc", r"(?!attentile\.).*")]
 napoleon_google_docstring = False
-napoleon_use_ivar = True
+napoleon_use_param = False  # types are prose: a link from "path" would lead anywhere; arguments told together stay so
+napoleon_custom_sections = [("Attributes", "params_style")]
 napoleon_use_rtype = False
 autodoc_typehints = "none"  # the docstrings tell shapes and dtypes, which annotations cannot
 autodoc_member_order = "bysource"
@@ -38,6 +38,7 @@ maximum_signature_line_length = 88
 python_use_unqualified_type_names = True
 add_module_names = False
 
+smartquotes = False  # docstrings quote code
 html_theme = "furo"
 pygments_dark_style = "github-dark"  # the default underlines modules as if they were links
 html_title = "attentile"
@@ -47,7 +48,3 @@ html_copy_source = False
 html_show_sphinx = True
 
 generate(DOCS, DOCS / "_generated")
-
-for field in PyObject.doc_field_types:
-    if field.name == "variable":
-        field.label = "Attributes"

@@ -205,7 +205,11 @@ def test_names_in_a_docstring_are_there(name):
     known |= {*attentile.__all__, *attentile.onnx.__all__, "Attention", "RotaryEmbedding", "TensorScatter"}
     text = re.sub(r"``.*?``", "", inspect.getdoc(thing) or "", flags=re.DOTALL)
     for written in re.findall(r"`([^`]*)`", text):
-        assert written.removeprefix("attentile.").split("(")[0] in known, written
+        first, *rest = written.removeprefix("attentile.").split("(")[0].split(".")
+        assert first in known, written
+        if rest:
+            members = {*dir(getattr(attentile, first)), *getattr(attentile, first).__annotations__}
+            assert rest[0] in members, written
 
 
 def drawings(text: str) -> list[tuple[list[str], list[list[str]]]]:

@@ -352,10 +352,10 @@ def rotary_embedding(
     interleaved : bool, optional
         Pairs are elements 2i and 2i + 1; else i and i + rotary_dim / 2, as in most published models.
     scaling : dict, optional
-        Long-context method as model configurations hold it (``rope_scaling``, ``rope_parameters``). ``rope_type`` or ``type``
-        is one of default, linear, ntk, dynamic, yarn, longrope (su), llama3; the other keys are those of the method.
-        dynamic and longrope depend on the length, the largest position of the call + 1. ``rope_theta`` in it is the
-        base, ``partial_rotary_factor`` gives rotary_dim.
+        Long-context method as model configurations hold it (``rope_scaling``, ``rope_parameters``). ``rope_type`` or
+        ``type`` is one of default, linear, ntk, dynamic, yarn, longrope (su), llama3; the other keys are those of the
+        method. dynamic and longrope depend on the length, the largest position of the call + 1. ``rope_theta`` in it
+        is the base, ``partial_rotary_factor`` gives rotary_dim.
     cos, sin : array_like of float, shape (n, rotary_dim / 2), optional
         Tables of the caller, row = position, instead of base and scaling. They need not be a rotation.
     inverse : bool, optional
@@ -363,7 +363,7 @@ def rotary_embedding(
         attention factor) that is the transpose, and thus the gradient: applied to the gradient of the result it gives
         that of x. Otherwise it divides by cos**2 + sin**2, which the gradient does not.
     out : ndarray, shape of x, optional
-        Array of the result's dtype with any strides to write into. `out=x` works in place.
+        Array of the result's dtype with any strides to write into. ``out=x`` works in place.
 
     Returns
     -------
