@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import available_isas
 from oracle import allowed_keys
 
 import attentile
 import attentile.onnx
+from attentile import config
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -67,8 +67,8 @@ def test_code_runs(page):
     fences = list(FENCE.finditer(text))
     assert text.count("\n```") + text.startswith("```") == 2 * len(fences), "a fence is not closed"
     assert {fence[1] for fence in fences} <= {"python", "console", *DIRECTIVES}
-    if any(fence[1] == "python" for fence in fences) and not available_isas():
-        pytest.skip("the pages show the compiled kernels, and there are none in this build")
+    if any(fence[1] == "python" for fence in fences) and config.core() is None:
+        pytest.skip("the pages show the compiled kernels, and they are not in use")
     session = doctest.DocTestParser().get_doctest(code(text, "python"), {}, page_id(page), str(page), 0)
     written = [line for line in code(text, "python").splitlines() if line]
     assert not written or len(session.examples) > 0, "Python that is no session with >>> would not be run"
@@ -367,7 +367,7 @@ def test_performance_page_of_what_was_measured(measured, tmp_path):
         for one in json.loads(measured["suite"].read_text())["benchmarks"]
         if "tiny-32" in one["group"]
     }
-    if available_isas():
+    if config.core() is not None:
         assert f"| {medians['numpy'] / medians['compiled']:.1f} |" in text
 
 
