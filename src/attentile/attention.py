@@ -19,7 +19,27 @@ Segments = ArrayLike | tuple[ArrayLike, ArrayLike] | None
 
 
 class AttentionResult(NamedTuple):
-    """What attention() returns when more than the output is asked for; what was not asked for is None."""
+    """What `attention` returns when more than the output is asked for; what was not asked for is None.
+
+    Attributes
+    ----------
+    out : ndarray, shape (..., Hq, L, Dv)
+        The output.
+    lse : ndarray, shape (..., Hq, L), or None
+        Natural logarithm of the sum of exp of the scores, with return_lse.
+    weights : ndarray, shape (..., Hq, L, S), or None
+        The softmax weights, with return_weights.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from attentile import attention
+    >>> out, lse, weights = attention(np.zeros((1, 4)), np.zeros((2, 4)), np.eye(2), return_lse=True)
+    >>> lse.round(3)  # log(exp(0) + exp(0))
+    array([0.693])
+    >>> weights is None
+    True
+    """
 
     out: Array
     lse: Array | None
@@ -89,7 +109,7 @@ def attention(
     v : array_like, shape (..., Hkv, S, Dv)
         Values; Dv may differ from D.
     mask : array_like of bool, optional
-        True = may attend. Broadcasts to (..., Hq, L, S).
+        True = may attend. Broadcasts to (..., Hq, L, S). With the options below, a key must be allowed by all of them.
     bias : array_like of float, optional
         Added to the scores; broadcasts to (..., Hq, L, S). -inf excludes the key, no finite value does.
     causal : bool or {"upper_left", "lower_right"}
@@ -104,7 +124,7 @@ def attention(
     q_start : int or array_like of int (one per batch item), optional
         Position of query 0, for causal=True, window and alibi_slopes: chunked prefill and decoding.
     window : (left, right), optional
-        A query sees `left` keys before and `right` keys after its own position, both inclusive; None = unlimited.
+        A query sees ``left`` keys before and ``right`` keys after its own position, both inclusive; None = unlimited.
         Without a causal form a query's position is its row if L = S, else q_start must be given::
 
             window=(1, 1)     causal=True, window=(1, None)
@@ -126,14 +146,15 @@ def attention(
     sinks : array_like of float, shape (Hq,), optional
         A logit per query head that takes its share of the softmax and has no value; lse leaves it out.
     alibi_slopes : array_like of float, shape (Hq,), optional
-        slope * |query position - key position| is subtracted from the scores (`alibi_slopes` gives the usual ones).
+        slope * abs(query position - key position) is subtracted from the scores (`alibi_slopes` gives the usual ones).
     score_mod : callable, optional
         For experiments: scores = score_mod(scores, b, h, i, j) after every other change and before the masks, on tiles
         of a head's scores. b counts the batch items, i (rows, 1) and j (1, S) are the query and key indices. Runs in
         NumPy, an order of magnitude slower than everything else.
-    return_lse, return_weights : bool
-        Also return the natural logarithm of the sum of exp of the scores, shape (..., Hq, L), and the softmax
-        weights, shape (..., Hq, L, S).
+    return_lse : bool
+        Also return the natural logarithm of the sum of exp of the scores, shape (..., Hq, L).
+    return_weights : bool
+        Also return the softmax weights, shape (..., Hq, L, S).
     out : ndarray, shape (..., Hq, L, Dv), optional
         Written and returned; any strides. It may overlap an input.
     num_threads : int, optional
@@ -148,9 +169,10 @@ def attention(
     Raises
     ------
     TypeError
-        mask that is not bool, bias that is not floating, unsupported dtype.
+        A mask that is not bool, a bias that is not floating, an unsupported dtype, a window that is not a pair.
     ValueError
-        Shapes that do not fit, D = 0, ambiguous causal. Always before any work.
+        Shapes that do not fit, D = 0, causal=True or a window where the positions of the queries are ambiguous, an
+        `out` that is read-only or of another shape or dtype. Every check runs before any work.
 
     Notes
     -----

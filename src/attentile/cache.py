@@ -43,7 +43,6 @@ __all__ = ["KVCache", "merge_attention"]
 Array = NDArray[Any]
 Index = NDArray[np.intp]
 
-
 _QUICK = {"scale", "softcap", "num_threads"}  # options of attend() that the core's view takes
 
 
@@ -54,8 +53,10 @@ class KVCache:
     ----------
     batch : int
         Batch items. Each has a length of its own.
-    kv_heads, head_dim : int
-        Key heads and width of a key.
+    kv_heads : int
+        Key heads.
+    head_dim : int
+        Width of a key.
     capacity : int, optional
         Tokens that an item may hold; storage for them is allocated at once and an append beyond raises. With a window
         only held tokens count: the kept first ones, and those from held_from on (Notes). Default: grows as needed, by
@@ -95,7 +96,8 @@ class KVCache:
 
     Pages are shared by forks and beams and copied by the first write. One cache must not be changed by two threads at
     once, nor while another attends; attending in several threads, and forks in different threads, are fine.
-    `copy.copy`, `copy.deepcopy` and pickle give an independent cache. Windows with kept first tokens: Xiao et al.,
+    ``copy.copy``, ``copy.deepcopy`` and pickle give an independent cache. The arguments but rotary are attributes, too.
+    Windows with kept first tokens: Xiao et al.,
     "Efficient Streaming Language Models with Attention Sinks", 2023; pages: Kwon et al., "Efficient Memory Management
     for Large Language Model Serving with PagedAttention", 2023.
 
@@ -473,8 +475,7 @@ class KVCache:
 
         Examples
         --------
-        >>> import io
-        >>> import numpy as np
+        >>> import io, numpy as np
         >>> from attentile import KVCache
         >>> cache, file = KVCache(batch=1, kv_heads=1, head_dim=2), io.BytesIO()
         >>> cache.append(np.ones((1, 1, 3, 2)), np.ones((1, 1, 3, 2)))
@@ -488,6 +489,10 @@ class KVCache:
     @classmethod
     def load(cls, file: File) -> KVCache:
         """The cache that `save` wrote to `file`, a path or a binary file.
+
+        Parameters
+        ----------
+        file : path or binary file
 
         Raises
         ------

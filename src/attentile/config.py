@@ -89,18 +89,20 @@ def use_backend(name: str, isa: str | None = None) -> AbstractContextManager[Non
     Parameters
     ----------
     name : {"compiled", "numpy"}
+        The backend.
     isa : str, optional
-        Instruction set of the compiled kernels ("generic", "avx2", "avx512", ...); default: no change.
+        Instruction set of the compiled kernels ("avx512", "avx2", "neon", "generic"); default: no change. Those that
+        can run here are ``show_config(as_dict=True)["isas_here"]``.
 
     Returns
     -------
     context manager
-        The choice holds for the process from the call on. Used in a `with` statement it ends with the block.
+        The choice holds for the whole process from the call on. Used in a ``with`` statement it ends with the block.
 
     Raises
     ------
     ValueError
-        If the compiled core was not built, or the instruction set is not available here.
+        If there is no such backend, the compiled core was not built, or the instruction set is not available here.
 
     Examples
     --------
@@ -204,45 +206,46 @@ def threads_for(call: int | None, function: str) -> int:
 
 
 def get_num_threads() -> int:
-    """Number of threads that a call without `num_threads=` may use here.
+    """Number of threads that a call without ``num_threads=`` may use here.
 
-    Order: `num_threads()` block, `set_num_threads()`, ATTENTILE_NUM_THREADS, OMP_NUM_THREADS, the CPUs this process
-    may use (affinity) capped by its cgroup quota.
+    The first that is there counts: a `num_threads` block, `set_num_threads`, ATTENTILE_NUM_THREADS, OMP_NUM_THREADS,
+    the CPUs this process may use (affinity) capped by its cgroup quota. Small calls use fewer threads.
 
     Returns
     -------
     int
+        At least 1, at most 256. `show_config` tells where it came from.
 
     Examples
     --------
-    >>> import attentile
-    >>> with attentile.num_threads(3):
-    ...     attentile.get_num_threads()
-    3
+    >>> from attentile import get_num_threads
+    >>> get_num_threads() >= 1
+    True
     """
     return _threads_and_source()[0]
 
 
 def set_num_threads(n: int | None) -> None:
-    """Set the number of threads for the process.
+    """Set the number of threads for the whole process.
 
     Parameters
     ----------
     n : int or None
-        None goes back to the default, read anew.
+        Threads, at least 1; more than 256 count as 256. None goes back to the default of `get_num_threads`, for which
+        environment, affinity and quota are read anew.
 
     Raises
     ------
     TypeError, ValueError
-        If n is not a positive integer.
+        If n is neither a positive integer nor None.
 
     Examples
     --------
-    >>> import attentile
-    >>> attentile.set_num_threads(2)
-    >>> attentile.get_num_threads()
-    2
-    >>> attentile.set_num_threads(None)
+    >>> from attentile import get_num_threads, set_num_threads
+    >>> set_num_threads(1)
+    >>> get_num_threads()
+    1
+    >>> set_num_threads(None)
     """
     global _process_threads, _default
     _process_threads = None if n is None else _positive(n, "set_num_threads: n")
@@ -252,7 +255,17 @@ def set_num_threads(n: int | None) -> None:
 
 @contextmanager
 def num_threads(n: int) -> Iterator[None]:
-    """Context manager: calls in the block, in this thread or task only, use n threads.
+    """Context manager: calls in the block use n threads, in this Python thread or asyncio task only.
+
+    Parameters
+    ----------
+    n : int
+        Threads, at least 1. The argument ``num_threads=`` of a call still goes first.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If n is not a positive integer.
 
     Parameters
     ----------
@@ -315,14 +328,17 @@ def show_config(as_dict: bool = False) -> dict[str, Any] | None:
 
     Returns
     -------
-    dict of str to str, int or list, or None
-        With as_dict; else None.
+    dict or None
+        With as_dict: version, backend, backend_why, isa, isa_why, isas_here (those that can run here), isas_built,
+        threads, threads_why, pool_workers (threads that were started so far), compiler, machine, python, numpy.
 
     Examples
     --------
-    >>> import attentile
-    >>> sorted(attentile.show_config(as_dict=True))[:4]
-    ['backend', 'backend_why', 'compiler', 'isa']
+    >>> from attentile import show_config, use_backend
+    >>> with use_backend("numpy"):
+    ...     config = show_config(as_dict=True)
+    >>> config["backend"], config["backend_why"]
+    ('numpy', 'use_backend()')
     """
     threads, source = _threads_and_source()
     config: dict[str, Any] = {

@@ -22,12 +22,14 @@ def draw_mask(
     key_lengths: int | None = None, prefix_lengths: int | None = None, segments: Segments = None,
     mask: ArrayLike | None = None, file: str | os.PathLike[str] | None = None,
 ) -> str:  # fmt: skip
-    """Draw which keys (columns) each query (row) of one batch item sees: `#` may attend, `.` may not.
+    """Draw which keys (columns) each query (row) of one batch item sees: ``#`` may attend, ``.`` may not.
 
     Parameters
     ----------
-    queries, keys : int
-        L and S, at least 1. Above 64, a character stands for several queries or keys: `+` means some of them.
+    queries : int
+        L, at least 1. Above 64, a character stands for several queries: ``+`` means that some of them may attend.
+    keys : int
+        S, likewise.
     causal, q_start, window, key_lengths, prefix_lengths, segments
         As in `attention`, for one batch item.
     mask : array_like of bool, optional

@@ -31,36 +31,38 @@ _DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Explanation:
-    """What explain() found. `print` it for a report; the fields are for programs and tests."""
+    """What `explain` found. ``print`` it for a report; the fields are for programs and tests."""
 
-    path: str  # "plain express lane", "general" or "NumPy"
-    why_path: str
-    isa: str
-    compute: np.dtype[Any]  # of the arithmetic
-    dtype: np.dtype[Any]  # of the result
-    shapes: str
-    threads: int  # that will work, at most
-    core_calls: int
-    lanes: int  # per vector; 0 with NumPy, as the next ones
-    few: bool  # few rows: lanes are keys, not rows
-    block_rows: int  # rows per block, at most
-    blocks: int
-    tasks: int
-    lane_use: float  # rows / lanes that are computed, 0 to 1
-    chunks: int  # pairs of a block of rows and a chunk of 256 keys
-    chunks_visited: int
-    useful_flops: int  # of the pairs of a query and a key that it sees
-    executed_flops: int  # of the keys that are computed, in whole vectors of rows
-    output_bytes: int
-    copies: dict[str, str]  # argument: why it is copied
-    notes: tuple[str, ...]
+    path: str  #: "plain express lane", "general" or "NumPy"
+    why_path: str  #: Why no faster one.
+    isa: str  #: Instruction set of the kernels, or "none (NumPy)".
+    compute: np.dtype[Any]  #: dtype of the arithmetic.
+    dtype: np.dtype[Any]  #: dtype of the result.
+    shapes: str  #: Of q, k, v and the result, in words.
+    threads: int  #: Threads that will work, at most.
+    core_calls: int  #: Calls of the core, more than one if the batch axes do not fold into one.
+    lanes: int  #: Rows per vector; 0 with NumPy, as block_rows, blocks, tasks and chunks.
+    few: bool  #: Whether the tiles for few rows run, whose lanes are keys.
+    block_rows: int  #: Rows per block, at most.
+    blocks: int  #: Blocks of rows.
+    tasks: int  #: What threads take one of at a time.
+    lane_use: float  #: Rows / lanes that are computed, 0 to 1.
+    chunks: int  #: Pairs of a block of rows and a chunk of 256 keys.
+    chunks_visited: int  #: Those that are not skipped.
+    useful_flops: int  #: FLOPs of the pairs of a query and a key that it sees.
+    executed_flops: int  #: FLOPs of the keys that are computed, in whole vectors of rows.
+    output_bytes: int  #: Bytes of the arrays that are returned.
+    copies: dict[str, str]  #: Why, for each argument that is copied.
+    notes: tuple[str, ...]  #: What to do better, and what may surprise.
 
     @property
     def visited_percent(self) -> float:
+        """Share of the chunks that are visited, in per cent."""
         return 100 * self.chunks_visited / max(self.chunks, 1)
 
     @property
     def skipped_percent(self) -> float:
+        """Share of the chunks that are skipped, in per cent."""
         return 100 * (self.chunks - self.chunks_visited) / max(self.chunks, 1)
 
     def __str__(self) -> str:
@@ -100,11 +102,12 @@ def explain(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -> Explana
     Returns
     -------
     Explanation
-        Its text (`print`) and fields: path, instruction set, dtypes, threads, blocks of rows, chunks of 256 keys that
-        are visited and skipped, FLOPs, bytes of the output, copies and notes. A chunk is visited for a block of rows
-        if intervals and mask let some row see some key of it; the -inf of a bias exclude keys but skip nothing. FLOPs
-        are 2 (D + Dv) for a pair of a query and a key: `useful_flops` counts the pairs that are allowed,
-        `executed_flops` what the kernels run (without exp and masks, and without a rare second visit on NaN).
+        Its text (``print`` it) and fields: path, instruction set, dtypes, threads, blocks of rows, chunks of 256 keys
+        that are visited and skipped, FLOPs, bytes of the output, copies and notes. A chunk is visited for a block of
+        rows if intervals and mask let some row see some key of it; the -inf of a bias exclude keys but skip nothing.
+        FLOPs are 2 (D + Dv) for a pair of a query and a key: `Explanation.useful_flops` counts the pairs that are
+        allowed, `Explanation.executed_flops` what the kernels run (without exp and masks, and without a rare second
+        visit on NaN).
 
     Raises
     ------

@@ -45,8 +45,8 @@ def merge_attention(parts: Iterable[Part]) -> AttentionResult:
     has out 0 and lse -inf and is the identity, bit for bit; whatever its out holds is not used. NaN in a part that has
     keys shows in its rows. One part alone is copied.
 
-    lse leaves attention's `sinks` out, so a sink must be applied once, at the end: compute the parts without it, merge,
-    and multiply out by 1 / (1 + exp(sink - lse)), the share of the softmax that the sink leaves.
+    lse leaves the sinks of `attention` out, so a sink must be applied once, at the end: compute the parts without it,
+    merge, and multiply out by 1 / (1 + exp(sink - lse)), the share of the softmax that the sink leaves.
 
     Examples
     --------

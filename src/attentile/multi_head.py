@@ -46,10 +46,13 @@ class MultiHeadAttention:
         num_heads * head_dim need not equal d_in. With w_k = w_v = None it is the fused weight (d_in, q + k + v), the
         columns of the three side by side (or see `per_head`).
     w_k : array_like, shape (d_context, num_kv_heads * head_dim), or None
+        Keys; None with a fused weight.
     w_v : array_like, shape (d_context, num_kv_heads * value_dim), or None
-        value_dim is free. If d_context differs from d_in, every call needs `context`.
+        Values; value_dim is free. If d_context differs from d_in, every call needs ``context``.
     w_o : array_like, shape (num_heads * value_dim, d_out)
+        Applied to the heads' results side by side.
     num_heads : int
+        Query heads.
     num_kv_heads : int, optional
         Grouped-query attention: query head h uses key head h // (num_heads // num_kv_heads). Default num_heads.
     b_q, b_k, b_v, b_o : array_like, optional
@@ -62,11 +65,6 @@ class MultiHeadAttention:
         The columns of the fused weight are, for each key head in turn, its queries, its key and its value
         (GPT-NeoX, BLOOM, Falcon).
 
-    Attributes
-    ----------
-    num_heads, num_kv_heads, head_dim, value_dim, d_in, d_context, d_out : int
-    rotary : dict or None
-
     Raises
     ------
     ValueError, TypeError
@@ -77,8 +75,9 @@ class MultiHeadAttention:
     Weights are kept as they are: views and read-only arrays are not copied, nothing is transposed in memory. float16
     and bfloat16 weights are converted to float32 in every call; convert them once if the memory allows it. The
     projections are NumPy's matrix products, so their last bits may depend on the number of rows of a call, those of the
-    attention between them do not. Formula: Vaswani et al., "Attention Is All You Need", 2017, section 3.2.2; grouped
-    queries: Ainslie et al., "GQA", 2023.
+    attention between them do not. A layer has the attributes num_heads, num_kv_heads, head_dim, value_dim, d_in,
+    d_context, d_out (int) and rotary (a copy of what was given, or None). Formula: Vaswani et al., "Attention Is All
+    You Need", 2017, section 3.2.2; grouped queries: Ainslie et al., "GQA", 2023.
 
     Examples
     --------
@@ -219,6 +218,7 @@ class MultiHeadAttention:
         Parameters
         ----------
         x : array_like, shape (..., L, d_in)
+            One row per token.
         context : array_like, shape (..., S, d_context), optional
             Cross attention: keys and values come from it, not from x. A tuple (k, v) as `keys_values` returns it saves
             their projection when many calls share one context.
@@ -273,7 +273,7 @@ class MultiHeadAttention:
         return self._finish(result, plan, out)
 
     def keys_values(self, context: ArrayLike) -> tuple[Array, Array]:
-        """Keys and values of a context, not turned, for many calls with it.
+        """Keys and values of a context, for many calls that share it; not turned by `rotary`.
 
         Parameters
         ----------

@@ -1,10 +1,11 @@
-"""The ONNX operator Attention (opsets 23, 24, 25) with its own semantics, by the fused pass, and those around it.
+"""The ONNX operator Attention (opsets 23, 24, 25) with its own semantics, by the fused pass, and those around it::
 
-    attention(Q, K, V, ...)      the operator as a function; needs NumPy only
-    rotary_embedding(X, ...)     RotaryEmbedding (opset 23), and
-    tensor_scatter(cache, ...)   TensorScatter (opset 24), likewise; see onnx_operators.py
+    attention(Q, K, V, ...)       the operator as a function; needs NumPy only
+    rotary_embedding(X, ...)      RotaryEmbedding (opset 23), likewise
+    tensor_scatter(cache, ...)    TensorScatter (opset 24), likewise
     Attention, RotaryEmbedding, TensorScatter, operators()
-                                 the operators as classes for onnx.reference.ReferenceEvaluator; need the package onnx
+                                  the operators as classes for the package onnx,
+                                  for its onnx.reference.ReferenceEvaluator
 
 What Attention leaves to a runtime, or where its description and its reference implementation differ:
 
@@ -47,7 +48,19 @@ _RAW, _BIASED, _WEIGHTS = 0, 2, 3  # qk_matmul_output_mode; 1 is after softcap
 
 
 class AttentionOutputs(NamedTuple):
-    """The operator's four outputs; qk_matmul_output is None if not asked for."""
+    """The four outputs of the operator Attention.
+
+    Attributes
+    ----------
+    Y : ndarray, shape (B, Hq, L, Dv) or (B, L, Hq * Dv)
+        The output, with as many axes as Q.
+    present_key : ndarray, shape (B, Hkv, S, D)
+        Keys with the past before them.
+    present_value : ndarray, shape (B, Hkv, S, Dv)
+        Values, likewise.
+    qk_matmul_output : ndarray, shape (B, Hq, L, S), or None
+        Scores or weights, whichever the mode says; None if not asked for.
+    """
 
     Y: Array
     present_key: Array
@@ -350,6 +363,8 @@ def _rounded(array: Array, dtype: np.dtype[Any]) -> Array:
 @cache
 def operators() -> tuple[type[Any], ...]:
     """The operators as classes for the reference evaluator of the package onnx, as one tuple.
+
+    They are `Attention`, `RotaryEmbedding` and `TensorScatter`, which this module also has by their names.
 
     Returns
     -------

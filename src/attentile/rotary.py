@@ -346,16 +346,16 @@ def rotary_embedding(
         Positions of the rows: 0, 1, ... (None), from this one on (int), these (L,), or these for each batch item: the
         axes before L broadcast to those of x before H. Any order, negative ones too, within -2**50 and 2**50.
     base : float, optional
-        Finite and positive.
+        The first pair turns by one radian per position, the last ones by nearly 1 / base. Finite and positive.
     rotary_dim : int, optional
         How many elements of a row are turned, the first ones; the others are copied. Even, at most D; default D.
     interleaved : bool, optional
         Pairs are elements 2i and 2i + 1; else i and i + rotary_dim / 2, as in most published models.
     scaling : dict, optional
-        Long-context method as model configurations hold it (`rope_scaling`, `rope_parameters`). `rope_type` or `type`
-        is one of default, linear, ntk, dynamic, yarn, longrope (su), llama3; the other keys are those of the method.
-        dynamic and longrope depend on the length, the largest position of the call + 1. `rope_theta` in it is the
-        base, `partial_rotary_factor` gives rotary_dim.
+        Long-context method as model configurations hold it (``rope_scaling``, ``rope_parameters``). ``rope_type`` or
+        ``type`` is one of default, linear, ntk, dynamic, yarn, longrope (su), llama3; the other keys are those of the
+        method. dynamic and longrope depend on the length, the largest position of the call + 1. ``rope_theta`` in it
+        is the base, ``partial_rotary_factor`` gives rotary_dim.
     cos, sin : array_like of float, shape (n, rotary_dim / 2), optional
         Tables of the caller, row = position, instead of base and scaling. They need not be a rotation.
     inverse : bool, optional
@@ -363,7 +363,7 @@ def rotary_embedding(
         attention factor) that is the transpose, and thus the gradient: applied to the gradient of the result it gives
         that of x. Otherwise it divides by cos**2 + sin**2, which the gradient does not.
     out : ndarray, shape of x, optional
-        Array of the result's dtype with any strides to write into. `out=x` works in place.
+        Array of the result's dtype with any strides to write into. ``out=x`` works in place.
 
     Returns
     -------

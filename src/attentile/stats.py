@@ -17,7 +17,27 @@ KINDS = ("entropy", "max", "top_k", "received", "rows")
 
 
 class AttentionStats(NamedTuple):
-    """What attention_stats() returns; what was not asked for is None."""
+    """What `attention_stats` returns; what was not asked for is None. Hq query heads, L queries, S keys.
+
+    Attributes
+    ----------
+    out : ndarray, shape (..., Hq, L, Dv)
+        As `attention` gives it.
+    lse : ndarray, shape (..., Hq, L)
+        As `attention` gives it: without sinks.
+    entropy : ndarray, shape (..., Hq, L), or None
+        Of the weights of each row, in nats.
+    max : ndarray, shape (..., Hq, L), or None
+        The largest weight of each row.
+    top_weights : ndarray, shape (..., Hq, L, top_k), or None
+        The largest weights of each row, descending; 0 where it sees fewer keys.
+    top_keys : ndarray of intp, shape (..., Hq, L, top_k), or None
+        Their keys, of equal weights the lower one first; -1 where a row sees fewer.
+    received : ndarray, shape (..., Hq, S), or None
+        The sum over the queries of the weight that each key got (what cache eviction needs).
+    rows : ndarray, shape (..., Hq, n, S), or None
+        All weights of the n chosen rows.
+    """
 
     out: Array
     lse: Array
@@ -45,22 +65,21 @@ def attention_stats(
     q, k, v : array_like
         As in `attention`, shapes (..., Hq, L, D), (..., Hkv, S, D), (..., Hkv, S, Dv).
     which : str or sequence of str
-        Of "entropy", "max", "top_k", "received", "rows".
+        What to compute, of "entropy", "max", "top_k", "received" (the default is these four) and "rows".
     top_k : int
-        How many of the strongest keys of each row are kept.
+        How many of the strongest keys of each row are kept, with "top_k".
     rows : array_like of int, shape (n,)
-        Queries whose full weights are wanted, with "rows".
-    mask, bias, scale, softcap, sinks, alibi_slopes, num_threads, **structural
-        As in `attention`; structural: causal, q_start, window, key_lengths, prefix_lengths, segments.
+        Queries whose full weights are wanted, with "rows"; negative ones count from the end.
+    mask, bias, scale, softcap, sinks, alibi_slopes, num_threads
+        As in `attention`.
+    **structural
+        causal, q_start, window, key_lengths, prefix_lengths, segments, as in `attention`.
 
     Returns
     -------
     AttentionStats
-        out and lse as `attention` gives them; entropy (..., Hq, L), of the weights in nats; max (..., Hq, L), the
-        largest weight; top_weights and top_keys (..., Hq, L, top_k), descending, ties by the lower key, weight 0 and
-        key -1 where a row sees fewer keys; received (..., Hq, S), the sum over the queries of the weight that each key
-        got (what cache eviction needs); rows (..., Hq, n, S). Rows without keys have 0 everywhere. With sinks the
-        weights are those of the keys, which sum to less than 1.
+        The output, the logsumexp, and what was asked for. Rows without keys have 0 everywhere. With sinks the weights
+        are those of the keys, which sum to less than 1.
 
     Raises
     ------

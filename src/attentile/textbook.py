@@ -84,8 +84,11 @@ def self_attention(
     Parameters
     ----------
     Q : array_like, shape (..., L, d)
+        Queries.
     K : array_like, shape (..., S, d)
+        Keys.
     V : array_like, shape (..., S, d_v)
+        Values.
     d_k : number
         The scores are divided by sqrt(d_k), whatever the width of Q is.
     mask : array_like, any numeric dtype or bool, broadcastable to (..., L, S), optional
@@ -95,7 +98,7 @@ def self_attention(
     -------
     output : ndarray, shape (..., L, d_v)
     attention_weights : ndarray, shape (..., L, S)
-        Rows sum to 1. dtype of both: float64 for float64 and integers, float32 for float32.
+        Rows sum to 1. The dtype of both is that of Q, K and V by the rules of `attention`: float64 for integers.
 
     Raises
     ------
@@ -120,24 +123,31 @@ def self_attention(
 
 
 def causal_attention(Q: ArrayLike, K: ArrayLike, V: ArrayLike, d_k: float) -> tuple[Array, Array]:
-    """self_attention with a lower-triangular mask: row i sees the keys 0 .. i. L must equal S.
+    """`self_attention` with a lower-triangular mask: row i sees the keys 0 .. i. L must equal S.
 
     Parameters
     ----------
     Q, K : array_like, shape (..., L, d)
+        Queries and keys.
     V : array_like, shape (..., L, d_v)
+        Values.
     d_k : number
-        The scores are divided by sqrt(d_k).
+        The scores are divided by sqrt(d_k), whatever the width of Q is.
 
     Returns
     -------
     output : ndarray, shape (..., L, d_v)
     attention_weights : ndarray, shape (..., L, L)
+        Zero above the diagonal.
 
     Raises
     ------
-    ValueError
-        If the numbers of rows of Q and K differ, or as self_attention.
+    ValueError, TypeError
+        If the numbers of rows of Q and K differ, and whatever `self_attention` refuses.
+
+    Notes
+    -----
+    Formula: Vaswani et al., "Attention Is All You Need", 2017, section 3.2.3.
 
     Examples
     --------
@@ -165,23 +175,25 @@ def multi_head_attention(
     Parameters
     ----------
     x : array_like, shape (..., L, d_model)
+        One row per token; a sequence has two axes, more are batch axes.
     d_model, num_heads : int
         d_model must be a multiple of num_heads; d_k = d_model // num_heads.
     W_q, W_k, W_v, W_o : array_like, shape (d_model, d_model)
         Applied as x @ W. Head h uses the columns h * d_k .. (h + 1) * d_k - 1.
     mask : array_like, any numeric dtype or bool, broadcastable to (L, L) or (..., L, L), optional
-        As in self_attention, the same for every head.
+        As in `self_attention`, the same for every head.
     b_q, b_k, b_v, b_o : array_like, shape (d_model,), optional
         Biases of the projections.
 
     Returns
     -------
     ndarray, shape (..., L, d_model)
+        dtype: that of x, weights and biases by the rules of `attention`.
 
     Raises
     ------
-    ValueError
-        If d_model % num_heads != 0 or a shape does not fit.
+    ValueError, TypeError
+        If d_model % num_heads != 0 or a shape does not fit; unsupported dtypes.
 
     Notes
     -----

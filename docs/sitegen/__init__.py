@@ -1,0 +1,1 @@
+"""What the site draws and tabulates from the code, instead of being typed: run by conf.py before every build."""
