@@ -1,8 +1,8 @@
 """Runs the fuzz targets for a bounded time: `python tests/fuzz/run.py [target ...] [--seconds 30]`.
 
 With atheris the search is guided by coverage, of the Python code and, if the core was built by clang with
-`-fsanitize=fuzzer-no-link`, of the C code too; without atheris it throws random bytes, which the first line says. An input that fails is
-written to a file whose name is printed; `--replay FILE` runs it again.
+`-fsanitize=fuzzer-no-link`, of the C code too; without atheris it throws random bytes, which the first line says. An
+input that fails is written to a file whose name is printed; `--replay FILE` runs it again.
 """
 
 from __future__ import annotations

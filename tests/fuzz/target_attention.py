@@ -171,7 +171,8 @@ def valid_call(source: Source) -> None:
 JUNK = (
     None, 0, 1, -1, 2**63, -(2**70), 1.5, float("nan"), "x", b"", (), (1,), (1, 2), [], [[]], {}, True, object(), 1j,
     np.float32(2), np.zeros(0), np.zeros((2, 2), bool), np.zeros((1, 2, 3)), np.array(3), np.zeros((2, 3), np.int8),
-    np.zeros(2, "M8[s]"), np.zeros((2, 3), np.complex64), np.array(["a", "b"]), np.array([None, 1]), np.zeros((2, 3), np.longdouble),
+    np.zeros(2, "M8[s]"), np.zeros((2, 3), np.complex64), np.array(["a", "b"]), np.array([None, 1]),
+    np.zeros((2, 3), np.longdouble),
 )  # fmt: skip
 NAMES = (
     "mask", "bias", "causal", "q_start", "window", "key_lengths", "prefix_lengths", "segments", "scale", "softcap",

@@ -104,8 +104,8 @@ def encoding_call(source: Source) -> None:
 
 JUNK = (
     None, 0, 1, -1, 2**63, -(2**70), 2**50, 1.5, float("nan"), float("inf"), "x", (), (1,), [], [[]], {},
-    {"rope_type": "yarn"}, {"rope_type": "linear", "factor": 2.0}, {"type": "dynamic", "factor": 1e300}, True, object(), 1j,
-    np.zeros(0), np.zeros((2, 2), bool), np.zeros((3, 1)), np.ones((2, 1)), np.array(3), np.zeros((2, 3), np.int8),
+    {"rope_type": "yarn"}, {"rope_type": "linear", "factor": 2.0}, {"type": "dynamic", "factor": 1e300}, True, object(),
+    1j, np.zeros(0), np.zeros((2, 2), bool), np.zeros((3, 1)), np.ones((2, 1)), np.array(3), np.zeros((2, 3), np.int8),
     np.full(3, 2**62),
 )  # fmt: skip
 NAMES = ("positions", "base", "rotary_dim", "interleaved", "scaling", "cos", "sin", "inverse", "out")
