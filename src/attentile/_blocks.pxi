@@ -7,6 +7,7 @@ cdef enum:
     WORDS = AT_CHUNK // AT_WORD
     TASKS_PER_THREAD = 8                        # fewer blocks per task rather than fewer tasks than this
     FEW_TASKS_PER_THREAD = 4                    # few rows: heads are shared among threads below this
+    MAX_PARTIALS = 1 << 20                      # chunks of all heads, if they are: 2^28 keys; more is a repeating view
     NONE = 0                                    # kinds of a mask word over the rows of a block
     MIXED = 1
     ALL = 2
@@ -181,7 +182,7 @@ cdef void choose_few(Job *job, Py_ssize_t rows, Py_ssize_t heads, int threads) n
     job.block_rows, job.blocks_per_task = rows, 1
     job.few_pitch = (job.value_width + job.tiles.lanes - 1) // job.tiles.lanes * job.tiles.lanes
     job.parts, job.heads_per_task = 1, max(<Py_ssize_t> 1, heads // (TASKS_PER_THREAD * threads))
-    if heads < FEW_TASKS_PER_THREAD * threads and threads > 1:
+    if heads < FEW_TASKS_PER_THREAD * threads and threads > 1 and chunks <= MAX_PARTIALS // heads:
         job.parts = min(chunks, (FEW_TASKS_PER_THREAD * threads + heads - 1) // heads)
     job.tasks = (heads + job.heads_per_task - 1) // job.heads_per_task * job.parts
 

@@ -61,7 +61,8 @@ cdef int run_job(Job *job, double scale, int threads) except -1 nogil:
     cdef Py_ssize_t heads = job.batch * job.kv_heads, rows = job.group * job.queries, nbytes
     job.factor = scale * LOG2E
     threads = divide(job, threads)
-    job.fetch = ((rows + job.keys) * heads * (job.width + job.value_width) * <Py_ssize_t> job.tiles.itemsize
+    # In floating point: a view may repeat one key 2^60 times.
+    job.fetch = (<double> (rows + job.keys) * heads * (job.width + job.value_width) * job.tiles.itemsize
                  > (FEW_FETCH_BYTES if job.few else FETCH_BYTES))
     size_scratch(job)
     nbytes = threads * job.scratch_per_slot + heads * job.partials_per_head * job.partial_bytes

@@ -226,12 +226,18 @@ class KVCache:
         if self.window is not None:  # an item that gets nothing has no new row, so it loses nothing
             held_from = np.where(counts > 0, np.maximum(held_from, self._lengths - self.window[0]), held_from)
         check_capacity(self, counts, held_from)
-        k, v = k.astype(self.dtype, copy=False), v.astype(self.dtype, copy=False)
+        k, v = ready(k, self.dtype), ready(v, self.dtype)  # copies come before changes: there may be no memory for them
         if self._rotary is not None and k.size:
             steps = np.minimum(np.arange(n), np.maximum(counts[:, None] - 1, 0))  # padding takes no later position
             k = self._rotated(k, self._lengths[:, None] + steps)
-        self._pages.open(self._lengths, counts, held_from, self.sinks)
-        self._held_from = held_from
+        # A signal may break in anywhere: tokens are disowned before their pages go, and so is the core's view of both.
+        table, before = self._pages.table, self._held_from
+        self._made, self._held_from = None, held_from
+        try:
+            self._pages.open(self._lengths, counts, held_from, self.sinks)
+        except BaseException:
+            self._held_from = before if self._pages.table is table else held_from
+            raise
         self._write(k, v, self._lengths, counts)
         self._lengths = self._lengths + counts
         size = self._pages.pool.page_keys
@@ -402,8 +408,8 @@ class KVCache:
                     f"those before {self._held_from[item]}, which leaves lengths from "
                     f"{self._held_from[item] + self.window[0]} on, or up to {self.sinks}"
                 )
-            self._held_from = np.where(ends <= self.sinks, 0, self._held_from)
-        self._lengths = ends
+        self._made, self._lengths = None, ends  # the core's view would still see the pages that are given up now
+        self._held_from = np.where(ends <= self.sinks, 0, self._held_from)
         # Where the window holds no later token any more, only the kept first ones stay.
         stay = np.where(self._held_from < ends, ends, np.minimum(self.sinks, ends))
         self._pages.cut(stay)
@@ -447,7 +453,7 @@ class KVCache:
                 f"KVCache.reorder: beam_index has values from {items.min()} to {items.max()}; they must lie between 0 "
                 f"and {self.batch - 1}, the last item"
             )
-        items = items.astype(np.intp)
+        items, self._made = items.astype(np.intp), None
         self._pages.reorder(items)
         self._lengths, self._held_from = self._lengths[items], self._held_from[items]
         self._replaced()

@@ -36,6 +36,10 @@ else:
 
 _MAX_THREADS = 256
 
+# Where the two versions of control groups are mounted.
+_CGROUP_V2 = ("sys/fs/cgroup", "sys/fs/cgroup/unified")
+_CGROUP_V1 = ("sys/fs/cgroup/cpu", "sys/fs/cgroup/cpu,cpuacct", "sys/fs/cgroup/cpuacct,cpu")
+
 # The compiled module while the compiled backend is in use, else None. Read on every call.
 active: ModuleType | None = _core
 _why_backend = "default" if _core is not None else _core_missing
@@ -123,38 +127,47 @@ def use_backend(name: str, isa: str | None = None) -> AbstractContextManager[Non
 def _cgroup_quota(root: str | Path = "/") -> float | None:
     """CPUs that the control groups of this process allow (quota / period), or None if unlimited or unknown.
 
-    Version 2: cpu.max of the process's group and of each parent; version 1: cpu.cfs_quota_us of its cpu group.
+    Version 2: cpu.max of the process's group and of each parent; version 1: cpu.cfs_quota_us of its cpu group and of
+    each parent. root: where /proc and /sys are looked for. Whatever stands in these files, nothing is raised.
     """
     from pathlib import Path  # here and not above, like metadata below: import time
 
     root, limits = Path(root), []
-    try:
-        groups = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    for line in groups:
-        _, controllers, name = line.split(":", 2)
-        names = controllers.split(",")
-        if controllers != "" and "cpu" not in names:
+    for line in _lines_of(root / "proc/self/cgroup"):
+        _, found, rest = line.partition(":")
+        controllers, also, name = rest.partition(":")
+        if not (found and also) or (controllers and "cpu" not in controllers.split(",")):
             continue
-        for base in ("sys/fs/cgroup",) if controllers == "" else ("sys/fs/cgroup/cpu", "sys/fs/cgroup/cpu,cpuacct"):
+        for base in _CGROUP_V1 if controllers else _CGROUP_V2:
             group = root / base
-            for part in ["", *[p for p in name.split("/") if p]]:
-                group = group / part
-                limits += _quota_of(group)
+            limits += _quota_of(group)
+            for part in name.split("/"):
+                if part not in ("", ".", ".."):  # "..": a group outside of what this container sees
+                    group = group / part
+                    limits += _quota_of(group)
     return min(limits, default=None)
 
 
-def _quota_of(group: Path) -> list[float]:
+def _lines_of(file: Path) -> list[str]:
+    """The lines of a file that may be missing, unreadable, or name groups in bytes that are no UTF-8."""
     try:
-        if (group / "cpu.max").exists():
-            quota, period = (group / "cpu.max").read_text().split()
-        else:
-            quota = (group / "cpu.cfs_quota_us").read_text().strip()
-            period = (group / "cpu.cfs_period_us").read_text().strip()
-        return [int(quota) / int(period)] if quota not in ("max", "-1") else []
-    except (OSError, ValueError, ZeroDivisionError):
+        return file.read_bytes().decode("utf-8", "surrogateescape").splitlines()
+    except (OSError, ValueError):  # a name with a null byte is a ValueError
         return []
+
+
+def _quota_of(group: Path) -> list[float]:
+    """[quota / period] of one group, [] without a limit."""
+    try:
+        words = _lines_of(group / "cpu.max")[:1] or [
+            f"{quota} {period}"
+            for quota in _lines_of(group / "cpu.cfs_quota_us")[:1]
+            for period in _lines_of(group / "cpu.cfs_period_us")[:1]
+        ]
+        quota, period = (int(word) for word in words[0].split())
+    except (IndexError, ValueError):  # no such file, "max", or nothing that makes sense
+        return []
+    return [quota / period] if 0 < quota < 2**63 and 0 < period < 2**63 else []
 
 
 def _positive(value: object, where: str) -> int:
@@ -171,8 +184,12 @@ def _from_environment() -> tuple[int, str] | None:
     for name in ("ATTENTILE_NUM_THREADS", "OMP_NUM_THREADS"):
         # OpenMP allows a list, one number per nesting level: the first one is ours.
         text = os.environ.get(name, "").split(",")[0].strip()
-        if text.isdigit() and int(text) > 0:
-            return min(int(text), _MAX_THREADS), name
+        try:
+            count = int(text) if text.isdecimal() else 0
+        except ValueError:  # more digits than int() takes
+            count = _MAX_THREADS
+        if count > 0:
+            return min(count, _MAX_THREADS), name
     return None
 
 

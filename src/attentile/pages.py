@@ -17,6 +17,7 @@ never to the operating system before the last cache that uses them is gone.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
@@ -32,11 +33,17 @@ PANEL = 16  # keys per panel: one AVX-512 vector of float32
 PAGE_KEYS = 256  # tokens per page: one chunk of keys of the fused pass
 _ALIGNMENT = 64
 
+# One lock for all pools, because a process that forks must hold it: else a child could inherit a pool in the middle of
+# a change by a thread that the child does not have, locked for ever. Reentrant, because a signal handler may fork.
+_lock = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+
 
 class PagePool:
     """The pages of a cache and of all its forks.
 
-    The lock makes forks that live in different threads independent of each other. A table that dies may do so in the
+    The lock (above) makes forks that live in different threads independent of each other. A table that dies may do so in the
     middle of anything (the garbage collector runs where it likes), so it takes no lock: it leaves its pages in
     `returned`, and they are counted off before the next decision.
     """
@@ -51,13 +58,12 @@ class PagePool:
         self._pages: dict[int, Array] = {}  # address: the elements of the page; the views keep the slabs alive
         self._references: dict[int, int] = {}  # address: number of places in tables, for pages in use
         self._free: list[int] = []
-        self._lock = threading.Lock()
 
     # ---- memory ----
 
     def grow(self, pages: int) -> None:
         """One more slab. MemoryError leaves everything as it was."""
-        with self._lock:
+        with _lock:
             self._grow(pages)
 
     def _grow(self, pages: int) -> None:
@@ -89,7 +95,7 @@ class PagePool:
 
         All or nothing: MemoryError leaves the references as they were.
         """
-        with self._lock:
+        with _lock:
             self._settle()
             freed = sum(self._references[address] == times for address, times in Counter(dropped).items())
             self._grow(wanted - freed - len(self._free))
@@ -99,12 +105,12 @@ class PagePool:
             return taken
 
     def share(self, addresses: Iterable[int]) -> None:
-        with self._lock:
+        with _lock:
             for address in addresses:
                 self._references[address] += 1
 
     def release(self, addresses: Iterable[int]) -> None:
-        with self._lock:
+        with _lock:
             self._release(addresses)
 
     def shared(self, addresses: list[int]) -> list[int]:
@@ -112,7 +118,7 @@ class PagePool:
 
         A page of which every reference is among them is left once: who comes last may have it.
         """
-        with self._lock:
+        with _lock:
             self._settle()
             left, copied = {address: self._references[address] for address in addresses}, []
             for i, address in enumerate(addresses):
@@ -123,7 +129,7 @@ class PagePool:
 
     def counts(self) -> tuple[int, int]:
         """(pages in use, free pages)."""
-        with self._lock:
+        with _lock:
             self._settle()
             return len(self._references), len(self._free)
 

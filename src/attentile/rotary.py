@@ -76,6 +76,11 @@ def _rotary_dim(rotary_dim: Any, width: int, fraction: float | None = None) -> i
     return dim
 
 
+def _plain(array: Array, dtype: type) -> Array:
+    """As the core takes tables: in this dtype, contiguous and aligned, which a contiguous array need not be."""
+    return np.require(array, dtype, ("C", "A"))
+
+
 def _given_positions(positions: Any, lead: tuple[int, ...], rows: int) -> Array:
     """An array of positions as int64 (1 or items, L)."""
     array = np.asarray(positions)
@@ -101,7 +106,7 @@ def _given_positions(positions: Any, lead: tuple[int, ...], rows: int) -> Array:
             "2**50"
         )
     one = array.size == rows  # all items share it
-    return np.ascontiguousarray(array.reshape(1, rows) if one else shaped.reshape(-1, rows), np.int64)
+    return _plain(array.reshape(1, rows) if one else shaped.reshape(-1, rows), np.int64)
 
 
 def _places(positions: Any, lead: tuple[int, ...], rows: int) -> Places:
@@ -187,7 +192,7 @@ def _from_tables(cos: Any, sin: Any, dim: int, places: Places, inverse: bool) ->
         rows = places.array.ravel()
         tables = tables[0][rows], tables[1][rows]
         places = Places(0, np.arange(rows.size, dtype=np.int64).reshape(places.array.shape), 0, rows.size - 1)
-    cosines, sines = (np.ascontiguousarray(t, np.float64) for t in tables)
+    cosines, sines = (_plain(t, np.float64) for t in tables)
     if inverse:
         cosines, sines = _undone(cosines, sines)
     return cosines, sines, places
