@@ -279,18 +279,10 @@ def num_threads(n: int) -> Iterator[None]:
     n : int
         Threads, at least 1. The argument ``num_threads=`` of a call still goes first.
 
-    Raises
-    ------
-    TypeError, ValueError
-        If n is not a positive integer.
-
-    Parameters
-    ----------
-    n : int
-
     Returns
     -------
     context manager
+        To be used in a ``with`` statement.
 
     Raises
     ------
