@@ -379,6 +379,13 @@ def test_performance_page_of_what_was_measured(measured, tmp_path):
         assert f"| {medians['numpy'] / medians['compiled']:.1f} |" in text
 
 
+def test_shapes_in_words():
+    plain = {"B": 1, "Hq": 1, "Hkv": 1, "L": 5, "S": 6, "D": 64, "dtype": "float64", "causal": False, "mask": None}
+    assert performance.shape_of(plain) == "1 head, 5 × 6, d = 64, float64"
+    other = {"B": 8, "Hq": 32, "Hkv": 8, "dtype": "float32", "causal": True, "mask": "padding", "window": 256}
+    assert performance.shape_of(plain | other) == "8 × 32/8 heads, 5 × 6, d = 64, causal, padding mask, window 256"
+
+
 def test_performance_page_says_what_is_missing(measured, tmp_path):
     empty = performance.page(results.load(tmp_path))
     assert empty.count("Not measured yet") == 3
