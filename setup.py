@@ -64,9 +64,9 @@ WARNINGS = ["-Wall", "-Wextra", "-Werror"] if os.environ.get("ATTENTILE_WERROR")
 def for_one_processor() -> None:
     """macOS: python.org's Python builds for two processors at once, but kernels have the flags of one."""
     kind = sysconfig.get_platform()
-    if sys.platform == "darwin" and kind.endswith("universal2"):
+    if sys.platform == "darwin" and kind.endswith("universal2") and "ARCHFLAGS" not in os.environ:
         machine = platform.machine()
-        os.environ.setdefault("ARCHFLAGS", f"-arch {machine}")
+        os.environ["ARCHFLAGS"] = f"-arch {machine}"
         os.environ.setdefault("_PYTHON_HOST_PLATFORM", kind.replace("universal2", machine))
 
 

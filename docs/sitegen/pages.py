@@ -27,14 +27,20 @@ def without_title(text: str) -> str:
     return text.split("\n", 1)[1] if text.startswith("# ") else text
 
 
-def _options(parser: argparse.ArgumentParser) -> str:
+def _help(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
+    """An action's help with its % forms filled in, as argparse prints it."""
+    return parser._get_formatter()._expand_help(action) if action.help else ""
+
+
+def options(parser: argparse.ArgumentParser) -> str:
+    """A table of the options of a parser, or nothing if it has none."""
     lines = []
     for action in parser._actions:
         if not action.option_strings or isinstance(action, argparse._HelpAction):
             continue
         value = action.metavar or ("" if action.nargs == 0 else "|".join(action.choices or [action.dest.upper()]))
         name = " ".join(filter(None, [action.option_strings[-1], value]))
-        lines.append(f"| `{name.replace('|', chr(92) + '|')}` | {(action.help or '').replace('%%', '%')} |")
+        lines.append(f"| `{name.replace('|', chr(92) + '|')}` | {_help(parser, action)} |")
     return "\n".join(["| option | |", "|---|---|", *lines]) + "\n" if lines else ""
 
 
@@ -42,11 +48,11 @@ def command_line() -> str:
     """A section for each command of `python -m attentile`, from its parser."""
     parser = _parser()
     commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    helps = {choice.dest: choice.help or "" for choice in commands._choices_actions}
+    helps = {choice.dest: _help(parser, choice) for choice in commands._choices_actions}
     parts = []
     for name, command in commands.choices.items():
-        helped = helps[name].replace("%%", "%")
-        parts.append(f"## `python -m attentile {name}`\n\n{helped[:1].upper()}{helped[1:]}.\n\n{_options(command)}")
+        told = helps[name][:1].upper() + helps[name][1:]
+        parts.append(f"## `python -m attentile {name}`\n\n{told}.\n\n{options(command)}")
     return "\n".join(parts)
 
 

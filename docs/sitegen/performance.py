@@ -92,7 +92,7 @@ def _peers(results: dict[str, Any]) -> list[str]:
         ours, best = one["candidates"].get("ours", {}).get("milliseconds"), one["best_peer"]
         ratio = one["ratios"].get(best)
         rows.append([
-            f"`{name}`", _shape(one["case"]), _number(ours) if ours else "–",
+            f"`{name}`", shape_of(one["case"]), _number(ours) if ours else "–",
             PEERS.get(best, (best or "–",))[0],
             _number(one["candidates"][best]["milliseconds"]) if best else "–",
             f"**{ratio['median']:.2f}** ({ratio['low']:.2f}–{ratio['high']:.2f})" if ratio else "–",
@@ -115,13 +115,19 @@ def _titles(one: dict[str, Any]) -> str:
     return ", ".join(PEERS.get(name, (name,))[0] for name in wrong)
 
 
-def _shape(case: dict[str, Any]) -> str:
-    heads = f"{case['Hq']}/{case['Hkv']}" if case["Hq"] != case["Hkv"] else str(case["Hq"])
+def _heads(queries: int, keys: int) -> str:
+    return f"{queries}/{keys} heads" if queries != keys else f"{queries} head{'s' * (queries > 1)}"
+
+
+def shape_of(case: dict[str, Any]) -> str:
+    """A case of benchmarks/cases.py in words."""
     batch = f"{case['B']} × " if case["B"] > 1 else ""
     extras = [case["dtype"]] if case["dtype"] != "float32" else []
     extras += [name for name in ("causal",) if case.get(name)] + ([f"{case['mask']} mask"] if case.get("mask") else [])
     extras += [f"{name} {case[name]:g}" for name in ("window", "segments", "softcap") if case.get(name)]
-    return ", ".join([f"{batch}{heads} heads", f"{case['L']} × {case['S']}", f"d = {case['D']}", *extras])
+    return ", ".join(
+        [f"{batch}{_heads(case['Hq'], case['Hkv'])}", f"{case['L']} × {case['S']}", f"d = {case['D']}", *extras]
+    )
 
 
 def _peer_plot(cases: dict[str, Any]) -> Drawing:
@@ -194,9 +200,9 @@ def _bars(rows: list[tuple[str, float, str]], high: float, title: str) -> Drawin
 
 
 def _bench_name(shape: dict[str, Any]) -> str:
-    heads = f"{shape['heads']}/{shape['kv_heads']}" if shape["heads"] != shape["kv_heads"] else str(shape["heads"])
+    heads = _heads(shape["heads"], shape["kv_heads"])
     extras = (["causal"] if shape["causal"] else []) + (["float64"] if shape["dtype"] == "float64" else [])
-    parts = [f"{shape['batch']} × {heads} heads", f"{shape['queries']} × {shape['keys']}", f"d = {shape['width']}"]
+    parts = [f"{shape['batch']} × {heads}", f"{shape['queries']} × {shape['keys']}", f"d = {shape['width']}"]
     return ", ".join(parts + extras)
 
 

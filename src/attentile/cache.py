@@ -18,20 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from . import cache_checks as checks
 from . import cache_file, config
 from .attention import AttentionResult
 from .cache_attend import attend_stored, turned
-from .cache_checks import (
-    between,
-    check_capacity,
-    check_held,
-    count,
-    incoming,
-    place,
-    rotary_options,
-    storage_dtype,
-    window_of,
-)  # fmt: skip
 from .cache_file import File
 from .call import promoted, ready
 from .merge import merge_attention
@@ -122,17 +112,17 @@ class KVCache:
         dtype: DTypeLike = "float32", window: tuple[int, int] | None = None, sinks: int = 0,
         rotary: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        batch = count("batch", batch, 0)
-        self.kv_heads, self.head_dim = count("kv_heads", kv_heads, 1), count("head_dim", head_dim, 1)
-        self.value_dim = self.head_dim if value_dim is None else count("value_dim", value_dim, 1)
-        self.capacity = None if capacity is None else count("capacity", capacity, 1)
-        self.dtype = storage_dtype(dtype)
-        self.window, self.sinks = window_of(window), count("sinks", sinks, 0)
+        batch = checks.count("batch", batch, 0)
+        self.kv_heads, self.head_dim = checks.count("kv_heads", kv_heads, 1), checks.count("head_dim", head_dim, 1)
+        self.value_dim = self.head_dim if value_dim is None else checks.count("value_dim", value_dim, 1)
+        self.capacity = None if capacity is None else checks.count("capacity", capacity, 1)
+        self.dtype = checks.storage_dtype(dtype)
+        self.window, self.sinks = checks.window_of(window), checks.count("sinks", sinks, 0)
         if self.sinks and self.window is None:
             raise ValueError(
                 f"KVCache: sinks={self.sinks} keeps first tokens beside a window; give window=(left, 0) too"
             )
-        self._rotary = rotary_options(rotary)
+        self._rotary = checks.rotary_options(rotary)
         if self._rotary is not None:  # its own checks, before anything is stored
             self._rotated(np.zeros((1, 1, 1, self.head_dim), self.dtype), np.zeros(1, np.intp))
         self._lengths, self._held_from = np.zeros(batch, np.intp), np.zeros(batch, np.intp)
@@ -215,17 +205,17 @@ class KVCache:
             given = k if self._rotary is None else turned(self, k, 0)
             if given is not None and view.append(given, v):
                 return
-        k, v = incoming(self, "k", k, self.head_dim), incoming(self, "v", v, self.value_dim)
+        k, v = checks.incoming(self, "k", k, self.head_dim), checks.incoming(self, "v", v, self.value_dim)
         n = k.shape[2]
         if v.shape[2] != n:
             raise ValueError(f"KVCache.append: k has {n} tokens and v has {v.shape[2]}; they must be equal")
         counts = np.full(self.batch, n, np.intp)
         if lengths is not None:
-            counts = between("KVCache.append", "lengths", lengths, counts, "the tokens of k")
+            counts = checks.between("KVCache.append", "lengths", lengths, counts, "the tokens of k")
         held_from = self._held_from
         if self.window is not None:  # an item that gets nothing has no new row, so it loses nothing
             held_from = np.where(counts > 0, np.maximum(held_from, self._lengths - self.window[0]), held_from)
-        check_capacity(self, counts, held_from)
+        checks.check_capacity(self, counts, held_from)
         k, v = ready(k, self.dtype), ready(v, self.dtype)  # copies come before changes: there may be no memory for them
         if self._rotary is not None and k.size:
             steps = np.minimum(np.arange(n), np.maximum(counts[:, None] - 1, 0))  # padding takes no later position
@@ -326,10 +316,12 @@ class KVCache:
                 f"KVCache.attend: q has shape {queries.shape}; it must be ({self.batch}, heads, rows, {self.head_dim})"
             )
         try:
-            start, placed = place(queries.shape[2], options, self._lengths, self.window, self._rotary is not None)
+            start, placed = checks.place(
+                queries.shape[2], options, self._lengths, self.window, self._rotary is not None
+            )
             if self.window is not None:
                 valid = placed["key_lengths"]
-                check_held(start, queries.shape[2], valid, self.window[0], self.sinks, self._held_from)
+                checks.check_held(start, queries.shape[2], valid, self.window[0], self.sinks, self._held_from)
             if self._rotary is not None:
                 queries = queries.astype(promoted("attention", queries, np.empty(0, self.dtype))[1], copy=False)
                 if queries.size:
@@ -397,7 +389,7 @@ class KVCache:
             dropped: length - left must be at least held_from, unless nothing was dropped or nothing but kept first
             tokens is left. The cache is then as before.
         """
-        ends = between("KVCache.truncate", "length", length, self._lengths, "the lengths of the items")
+        ends = checks.between("KVCache.truncate", "length", length, self._lengths, "the lengths of the items")
         if self.window is not None:
             whole = (self._held_from <= self.sinks) | (ends <= self.sinks)
             lost = ~whole & (ends - self.window[0] < self._held_from)
@@ -442,18 +434,7 @@ class KVCache:
         TypeError, ValueError
             Not integers on one axis, or not between 0 and batch - 1.
         """
-        items = np.asarray(beam_index)
-        if items.ndim != 1 or (items.size and items.dtype.kind not in "iu"):
-            raise TypeError(
-                f"KVCache.reorder: beam_index has shape {items.shape} and dtype {items.dtype}; it must be integers on "
-                "one axis, the old item of each new one"
-            )
-        if items.size and (items.min() < 0 or items.max() >= self.batch):
-            raise ValueError(
-                f"KVCache.reorder: beam_index has values from {items.min()} to {items.max()}; they must lie between 0 "
-                f"and {self.batch - 1}, the last item"
-            )
-        items, self._made = items.astype(np.intp), None
+        items, self._made = checks.beams(beam_index, self.batch), None
         self._pages.reorder(items)
         self._lengths, self._held_from = self._lengths[items], self._held_from[items]
         self._replaced()

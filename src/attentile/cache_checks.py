@@ -173,3 +173,20 @@ def check_capacity(cache: KVCache, counts: Index, held_from: Index) -> None:
             f"KVCache.append: item {item} would hold {held[item]} tokens and the capacity is {cache.capacity}; "
             "make the cache with a larger capacity, or without one (it grows), or append fewer tokens at once"
         )
+
+
+def beams(beam_index: ArrayLike, batch: int) -> Index:
+    """The old item of each new one."""
+    items = np.asarray(beam_index)
+    if items.ndim != 1 or (items.size and items.dtype.kind not in "iu"):
+        raise TypeError(
+            f"KVCache.reorder: beam_index has shape {items.shape} and dtype {items.dtype}; it must be integers on "
+            "one axis, the old item of each new one"
+        )
+    if items.size and (items.min() < 0 or items.max() >= batch):
+        raise ValueError(
+            f"KVCache.reorder: beam_index has values from {items.min()} to {items.max()}; they must lie between 0 "
+            f"and {batch - 1}, the last item"
+        )
+    found: Index = items.astype(np.intp)
+    return found

@@ -143,9 +143,9 @@ def positional_encoding(
     ValueError
         If a number is out of its range, or out has another shape or is read-only. Nothing has been written then.
 
-    References
-    ----------
-    Vaswani et al., "Attention Is All You Need" (2017), section 3.5.
+    Notes
+    -----
+    Formula: Vaswani et al., "Attention Is All You Need", 2017, section 3.5.
 
     Examples
     --------

@@ -1,5 +1,5 @@
 """Compiles pool and tiles without Python and runs the checks: with the C compiler of this machine, and as Windows
-programs where clang, MinGW-w64 (headers, libraries, linker) and Wine are there. Needs setuptools for the flags.
+programs where clang, MinGW-w64 and Wine are there. Needs setuptools, because setup.py has the flags.
 
     python tests/c/run.py <folder for the programs>
 
