@@ -441,14 +441,16 @@ def test_a_broken_site_is_noticed(tmp_path):
     assert problems_of(tmp_path) == ([], 1)
     (tmp_path / "b.html").write_text(
         '<script src="https://example.org/x.js"></script><link rel="stylesheet" href="//example.org/x.css">'
-        '<a href="c.html">C</a><a href="a.html#nowhere">A</a><img src="gone.png"><style>@import "https://e.org/f"</style>'
+        '<a href="c.html">C</a><a href="a.html#nowhere">A</a><img src="gone.png">'
+        '<style>@import "https://e.org/f"</style>'
     )
     (tmp_path / "_static" / "site.css").write_text("@font-face { src: url('https://example.org/font.woff2') }")
     problems, _ = problems_of(tmp_path)
     for text in (
         "a.html: b.html#here leads to no place", "b.html: loads https://example.org/x.js",
         "b.html: loads //example.org/x.css", "b.html: c.html leads nowhere", "b.html: a.html#nowhere leads to no place",
-        "b.html: gone.png is not there", 'b.html: loads @import "https://e.org/f', "site.css: loads url('https://example",
+        "b.html: gone.png is not there", 'b.html: loads @import "https://e.org/f',
+        "site.css: loads url('https://example",
     ):  # fmt: skip
         assert any(text in problem for problem in problems), text
     assert len(problems) == 8

@@ -8,10 +8,10 @@ from libc.stdint cimport int64_t, uint32_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
-from ._kernels cimport (AT_ALIGN, AT_ANGLE_BLOCK, AT_CHUNK, AT_FEW_KEYS, AT_MAX_ROWS, AT_PANEL, AT_PEAK_FMAS, AT_WORD,
-                        at_ahead, at_angles, at_encode, at_encode_scratch, at_exp2, at_isa, at_isa_at, at_isa_count,
-                        at_isa_supported, at_log2, at_mask_words, at_pool_run, at_pool_workers, at_rotary_rows, at_scratch,
-                        at_tiles)
+from ._kernels cimport (AT_ALIGN, AT_ANGLE_BLOCK, AT_CHUNK, AT_FEW_KEYS, AT_MAX_ROWS, AT_PANEL, AT_PEAK_FMAS,
+                        AT_WORD, at_ahead, at_angles, at_encode, at_encode_scratch, at_exp2, at_isa, at_isa_at,
+                        at_isa_count, at_isa_supported, at_log2, at_mask_words, at_pool_run, at_pool_workers,
+                        at_rotary_rows, at_scratch, at_tiles)
 
 import numpy
 
