@@ -481,6 +481,10 @@ class KVCache:
         ----------
         file : path or binary file
 
+        Returns
+        -------
+        KVCache
+
         Raises
         ------
         TypeError, ValueError, OSError
