@@ -194,6 +194,7 @@ int main(int count, char** arguments) {
         if (atomic_load(&stray_signals)) fail("a worker got a signal");
     }
     if (strcmp(what, "nofork")) forks(rounds / 500 + 3);
-    printf("pool_stress: %lu rounds, %d workers, %d signals: all right\n", rounds, at_pool_workers(), atomic_load(&signals));
+    printf("pool_stress: %lu rounds, %d workers, %d signals: all right\n", rounds, at_pool_workers(),
+           atomic_load(&signals));
     return 0;
 }
