@@ -43,13 +43,8 @@ if hasattr(os, "register_at_fork"):
 class PagePool:
     """The pages of a cache and of all its forks.
 
-<<<<<<< HEAD
-    The lock (above) makes forks that live in different threads independent of each other. A table that dies may do so
-    in the middle of anything (the garbage collector runs where it likes), so it takes no lock: it leaves its pages in
-=======
     The lock makes forks that live in different threads independent of each other. A table that dies may do so in the
     middle of anything (the garbage collector runs where it likes), so it takes no lock: it leaves its pages in
->>>>>>> safety
     `returned`, and they are counted off before the next decision.
     """
 

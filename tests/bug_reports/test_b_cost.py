@@ -107,16 +107,17 @@ def test_b124_prefill_with_heads_inside_rows(compiled):
     assert_at_most(1.1, 1.4, ours(*views), ours(*copies))
 
 
-@pytest.mark.parametrize("keys", [512, 8192])
-def test_b124_a_step_with_heads_inside_rows_costs_less_than_the_copies(compiled, keys):
-    """Reading rows 4 KiB apart takes longer than reading them in order, but not as long as putting them in order."""
-    views, copies = heads_inside(1, keys)
+def test_b124_a_step_with_heads_inside_rows_costs_less_than_the_copies(compiled):
+    """Rows 4 KiB apart are read at half the speed (0.4 of the time of putting them in order, and that is no bar to
+    be proud of: the report asks for 1.1 times the time of rows in order, and this is 2 to 2.4 times).
+    """
+    views, copies = heads_inside(1, 8192)
 
     def copy_first() -> Array:
         return attention(views[0], *(x.copy() for x in views[1:]), num_threads=1)
 
     assert_array_equal(attention(*views), attention(*copies))
-    assert_at_most(0.8, 1, ours(*views), copy_first)
+    assert_at_most(0.6, 0.7, ours(*views), copy_first)
 
 
 def test_b129_tiny_weights_cost_nothing(compiled):
