@@ -69,10 +69,10 @@ def cases() -> list[tuple[str, Any]]:
 def test_the_pool_alone(tmp_path):
     """Tiny regions, 16 callers, nested calls, signals, growing scratch and forks (tests/fuzz/pool_stress.c)."""
     compiler = shutil.which("cc")
-    if compiler is None or not (KERNELS / "pool.c").exists() or not sys.platform.startswith("linux"):
+    sources = [str(HERE / "fuzz" / "pool_stress.c"), str(KERNELS / "pool.c")]
+    if compiler is None or not all(map(os.path.exists, sources)) or not sys.platform.startswith("linux"):
         pytest.skip("no C compiler or no sources here")
     program = tmp_path / "pool_stress"
-    sources = [str(HERE / "fuzz" / "pool_stress.c"), str(KERNELS / "pool.c")]
     command = [compiler, "-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-I", str(KERNELS), *sources]
     subprocess.run([*command, "-o", str(program), "-pthread"], check=True, timeout=120)
     done = subprocess.run(
