@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import attentile
 from attentile import attention
 
 Q = np.ones((2, 4, 3, 8), np.float32)
@@ -120,3 +121,25 @@ def test_unknown_and_positional_options(impl):
         attention(Q, Q, Q, np.ones((3, 3), bool))  # mask is keyword-only
     with pytest.raises(TypeError):
         attention(Q, Q)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda true: attention(Q, Q, Q, num_threads=true),
+        lambda true: attention(Q, Q, Q, window=(true, 0)),
+        lambda true: attentile.set_num_threads(true),
+        lambda true: attentile.num_threads(true).__enter__(),
+        lambda true: attentile.positional_encoding(true, 4),
+        lambda true: attentile.positional_encoding(4, 4, offset=true),
+        lambda true: attentile.rotary_embedding(Q, true),
+        lambda true: attentile.rotary_embedding(Q, np.array(true)),
+        lambda true: attentile.attention_stats(Q, Q, Q, top_k=true),
+        lambda true: attentile.KVCache(true, 1, 4, 16),
+        lambda true: attentile.KVCache(1, 1, 4, 16, window=(true, 0)),
+    ],
+)
+def test_a_boolean_of_numpy_is_no_integer(call):
+    """NumPy 1.26 lets operator.index() take it, with a warning only."""
+    with pytest.raises(TypeError, match="integer"):
+        call(np.True_)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import operator
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from .attention import attention
+from .integers import index
 from .masks import _FAR, _check_causal, _per_item
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _ROTARY_OPTIONS = ("base", "rotary_dim", "interleaved", "scaling", "cos", "sin")
 def count(name: str, value: Any, least: int) -> int:
     """value as an integer of at least `least`."""
     try:
-        number = operator.index(value)
+        number = index(value)
     except TypeError:
         raise TypeError(f"KVCache: {name} is {value!r}; it must be an integer, at least {least}") from None
     if number < least:
@@ -56,7 +56,7 @@ def window_of(window: Any) -> tuple[int, int] | None:
             "W tokens, the row's own among them, are (W - 1, 0)"
         )
     try:
-        left, right = (operator.index(side) for side in window)
+        left, right = (index(side) for side in window)
     except TypeError:
         raise TypeError(f"KVCache: window is {window!r}; left must be an integer; without a limit, give None") from None
     if left < 0 or right != 0:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextvars
 import math
-import operator
 import os
 import platform
 from collections.abc import Iterator
@@ -17,6 +16,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
+
+from .integers import index
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -172,7 +173,7 @@ def _quota_of(group: Path) -> list[float]:
 
 def _positive(value: object, where: str) -> int:
     try:
-        count = operator.index(value)  # type: ignore[arg-type]
+        count = index(value)
     except TypeError:
         raise TypeError(f"{where} is {value!r}; it must be a positive integer") from None
     if count < 1:

@@ -19,12 +19,13 @@ mask: one function here that narrows the intervals.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from .integers import index
 
 Index = NDArray[np.intp]
 
@@ -103,7 +104,7 @@ def _check_window(window: Any) -> tuple[int | None, int | None]:
     sides: list[int | None] = []
     for side in window:
         try:
-            sides.append(None if side is None else min(operator.index(side), _FAR))
+            sides.append(None if side is None else min(index(side), _FAR))
         except TypeError:
             raise TypeError(f"attention: window is {window!r}; each side must be an integer or None") from None
         if side is not None and side < 0:
@@ -275,7 +276,7 @@ def segment_ids(lengths: ArrayLike | None = None, *, cu_seqlens: ArrayLike | Non
 def positive_index(function: str, name: str, value: Any) -> int:
     """value as a positive int, with the message every function gives."""
     try:
-        number = operator.index(value)
+        number = index(value)
     except TypeError:
         raise TypeError(f"{function}: {name} is {value!r}; it must be a positive integer") from None
     if number < 1:

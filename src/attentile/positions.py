@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from functools import lru_cache
 from numbers import Real
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from . import config, reference_angles
+from .integers import index
 from .masks import positive_index
 
 Array = NDArray[Any]
@@ -22,7 +22,7 @@ _LARGEST_ANGLE = 2**50  # radians: the kernels take the quarter turns modulo 4 f
 
 def _integer(name: str, value: Any, function: str = "positional_encoding") -> int:
     try:
-        return operator.index(value)
+        return index(value)
     except TypeError:
         raise TypeError(f"{function}: {name} is {value!r}; it must be an integer (int() converts it)") from None
 

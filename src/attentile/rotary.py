@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from . import config, reference_angles
 from .call import promoted, ready
+from .integers import index
 from .rotary_scaling import DEFAULT_BASE, Frequencies, flag, number, plain_frequencies, read_scaling, scaled_frequencies
 
 Array = NDArray[Any]
@@ -50,7 +50,7 @@ def _integer(name: str, value: Any) -> int:
     try:
         if isinstance(value, bool):
             raise TypeError
-        return operator.index(value)
+        return index(value)
     except TypeError:
         raise TypeError(f"rotary_embedding: {name} is {value!r}; it must be an integer (int() converts it)") from None
 
