@@ -27,6 +27,7 @@ import attentile
 from attentile import attention, config
 
 STRICT = os.environ.get("ATTENTILE_TEST_TIMES") == "1"
+BUSY = 4  # time of a neighbour on the other core, whose caches are shared; timing must not fail where it says nothing
 quiet_machine = pytest.mark.skipif(not STRICT, reason="needs an idle machine: ATTENTILE_TEST_TIMES=1")
 needs_peak = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="this system tells no peak memory")
 Call = Callable[[], object]
@@ -68,14 +69,17 @@ def least(calls: tuple[Call, ...], rounds: int, clock: Callable[[], float]) -> l
 def assert_at_most(
     bar: float, usual: float, call: Call, than: Call, *, rounds: int = 7, clock: Callable[[], float] = time.thread_time
 ) -> None:
-    """call takes at most this many times the time of the other one: `bar` says the report, `usual` every run."""
-    seen = []
+    """call takes at most this many times the time of the other one: `bar` says the report, `usual` an idle machine.
+
+    Where others use the processor's caches too, only what is far off is a failure.
+    """
+    limit, seen = bar if STRICT else BUSY * usual, []
     for _ in range(4):
         one, other = least((call, than), rounds, clock)
         seen.append(round(one / other, 3))
-        if seen[-1] <= (bar if STRICT else usual):
+        if seen[-1] <= limit:
             return
-    pytest.fail(f"time over time in four attempts: {seen}; at most {bar if STRICT else usual}")
+    pytest.fail(f"time over time in four attempts: {seen}; at most {limit}")
 
 
 @pytest.fixture
