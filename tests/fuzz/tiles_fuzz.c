@@ -185,7 +185,7 @@ static void many(const at_tiles* t, const chunk_case* c, ptrdiff_t first, ptrdif
 
 /* Few rows: lanes are keys. All rows at once. */
 static void few(const at_tiles* t, const chunk_case* c, int marked) {
-    const ptrdiff_t item = c->item, pitch = (c->value_width + AT_PANEL - 1) / AT_PANEL * AT_PANEL;
+    const ptrdiff_t item = c->item, lanes = t->lanes, pitch = (c->value_width + lanes - 1) / lanes * lanes;
     const ptrdiff_t vectors = (c->n_rows + t->lanes - 1) / t->lanes, n = vectors * t->lanes;
     char *q = exactly(c->n_rows * c->width * item), *s = exactly(c->n_rows * AT_CHUNK * item);
     char *o = exactly(c->n_rows * pitch * item), *top = exactly(n * item), *sum = exactly(n * item);
