@@ -51,8 +51,10 @@ def guided(name: str, options: argparse.Namespace) -> None:
     module = load(name)
     print(f"{name}: guided by coverage, {attentile.show_config(as_dict=True)['isa']}", flush=True)
     words = [
-        "fuzz", f"-max_total_time={options.seconds}", f"-max_len={LONGEST}", f"-seed={options.seed + 1}", "-timeout=300",
-        "-rss_limit_mb=0", "-len_control=0", "-print_final_stats=1", f"-artifact_prefix={options.findings}/{name}-",
+        "fuzz", f"-max_total_time={options.seconds}", f"-max_len={LONGEST}", f"-seed={options.seed + 1}",
+        "-timeout=300",
+        "-rss_limit_mb=0", "-len_control=0", "-print_final_stats=1",
+        f"-artifact_prefix={options.findings}/{name}-",
     ]  # fmt: skip
     if options.corpus is not None:
         (options.corpus / name).mkdir(parents=True, exist_ok=True)
