@@ -1,23 +1,41 @@
 """Line coverage of the C and Cython sources from gcov's counters: python .ci/c_coverage.py BUILD_FOLDER [--missing].
 
 A source file that several objects include (tiles.inc in each instruction set) counts as run where any of them ran; a
-line that no object has code for counts for nothing. With --missing also the lines that never ran.
+line that no object has code for counts for nothing. A statement of Cython ran if some line of its C did. With
+--missing also the lines that never ran.
 """
 
 from __future__ import annotations
 
 import collections
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+GENERATED = Path("src/attentile/_core.c")
+MARK = re.compile(r'^ *\/\* "(?:src/)?attentile/(\w+\.p[xy][xid])":(\d+)$')
 KINDS = {"Cython": {".pyx", ".pxi", ".pxd"}, "C": {".c", ".h", ".inc"}}
+
+
+def origins(generated: Path) -> dict[int, tuple[str, int]]:
+    """{line of the generated C: (source, line)}: from a comment that names its statement up to the next, or the end."""
+    found, current = {}, None
+    for number, text in enumerate(generated.read_text(encoding="utf-8").splitlines(), 1):
+        if mark := MARK.match(text):
+            current = mark[1], int(mark[2])
+        elif text.startswith("}"):
+            current = None
+        if current is not None:
+            found[number] = current
+    return found
 
 
 def hits(folder: Path) -> dict[str, dict[int, int]]:
     """{source file: {line: how often it ran}} over all objects below this folder."""
     found: dict[str, dict[int, int]] = collections.defaultdict(dict)
+    origin = origins(GENERATED)
     counters = sorted(folder.rglob("*.gcda"))
     if not counters:
         sys.exit(f"no counters (*.gcda) below {folder}: was it built with CFLAGS=--coverage, and did anything run?")
@@ -25,10 +43,11 @@ def hits(folder: Path) -> dict[str, dict[int, int]]:
         command = ["gcov", "--json-format", "--stdout", str(counter)]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         for file in (file for line in report.splitlines() for file in json.loads(line)["files"]):
-            lines = found[Path(file["file"]).name]
+            name = Path(file["file"]).name
             for line in file["lines"]:
-                number = line["line_number"]
-                lines[number] = max(lines.get(number, 0), line["count"])
+                at = name, line["line_number"]
+                source, number = origin.get(at[1], at) if name == GENERATED.name else at
+                found[source][number] = max(found[source].get(number, 0), line["count"])
     return found
 
 
