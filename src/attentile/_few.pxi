@@ -12,7 +12,7 @@
 # share the chunks of a head. To keep the bits, their results are then merged chunk by chunk from the left, as one
 # thread does it.
 #
-# Included by _core.pyx after _blocks.pxi and before _pass.pxi, whose score_chunk, start_rows and close_rows it uses.
+# Included by _core.pyx after _blocks.pxi and _pass.pxi, whose start_rows, score_chunk and close_rows it uses.
 
 cdef struct Part:                               # what one chunk gives
     char *top                                   # [pitch] maximum of the scores
@@ -78,14 +78,13 @@ cdef void weigh_few(const Job *job, Block *block, Shared *shared, Part part, con
 
 
 cdef void merge_part(const Job *job, Block *block, Shared *shared, Part part) noexcept nogil:
-    cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, r, row = job.few_pitch * item, lanes = job.tiles.lanes
-    cdef Py_ssize_t written = (job.value_width + lanes - 1) // lanes * lanes
+    cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, r, row = job.few_pitch * item
     job.tiles.few_merge(part.top, part.sum, block.m, block.l, shared.alpha, shared.beta, block.vectors)
     if block.first:
         memcpy(block.ot, part.values, block.n_rows * row)
     else:
         for r in range(block.n_rows):
-            job.tiles.few_blend(block.ot + r * row, part.values + r * row, written,
+            job.tiles.few_blend(block.ot + r * row, part.values + r * row, job.few_pitch,
                                 real_at(shared.alpha + r * item, item), real_at(shared.beta + r * item, item))
     block.first = False
 
@@ -132,22 +131,13 @@ cdef void visit_few(const Job *job, Block *block, Shared *shared, Py_ssize_t b, 
             weigh_few(job, block, shared, there, v, start, stop, keys_ahead(job, b, head, c, end), careful)
 
 
-cdef bint few_has_nan(const Job *job, const Block *block) noexcept nogil:
-    """Whether a value is NaN; what fills a row up to its pitch is not asked, it may never have been written."""
-    cdef Py_ssize_t r, row = job.few_pitch * <Py_ssize_t> job.tiles.itemsize
-    cdef Py_ssize_t vectors = (job.value_width + job.tiles.lanes - 1) // job.tiles.lanes
-    for r in range(block.n_rows):
-        if job.tiles.any_nan(block.ot + r * row, 1, vectors):
-            return True
-    return False
-
-
 cdef void close_few(const Job *job, Block *block, Shared *shared, Py_ssize_t b, Py_ssize_t head) noexcept nogil:
     """o / l to the caller's layout; lse if wanted."""
     cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, r, row = job.few_pitch * item
     if block.first:                             # no row sees any key
         memset(block.ot, 0, block.n_rows * row)
-    elif (job.mask.data != NULL or job.lo != NULL or job.bias.data != NULL) and few_has_nan(job, block):
+    elif ((job.mask.data != NULL or job.lo != NULL or job.bias.data != NULL)
+            and job.tiles.any_nan(block.ot, 1, block.n_rows * job.few_pitch // job.tiles.lanes)):
         # It may be 0 * NaN or 0 * Inf from the value row of an excluded key: redo with those keys left out.
         visit_few(job, block, shared, b, head, 0, True)
     close_rows(job, block, shared)
