@@ -194,17 +194,11 @@ cdef bint may_append(CacheView view, Py_ssize_t n):
 
 
 cdef bint append_typed(CacheView view, const real[:, :, :, :] k, const real[:, :, :, :] v) except -1:
-    cdef Py_ssize_t b, n = k.shape[2], batch = k.shape[0], item = sizeof(real)
+    cdef Py_ssize_t b, n = k.shape[2], batch = k.shape[0]
     cdef Layout *layout = &view.layout
     if (batch != view.lengths.shape[0] or v.shape[0] != batch or v.shape[2] != n or n == 0 or batch == 0
             or k.shape[1] != layout.kv_heads or v.shape[1] != layout.kv_heads or k.shape[3] != layout.width
-            or v.shape[3] != layout.value_width or k.strides[3] != item and k.shape[3] > 1
-            or v.strides[3] != item and v.shape[3] > 1):
-        return False
-    if ((<Py_ssize_t> &k[0, 0, 0, 0] | <Py_ssize_t> &v[0, 0, 0, 0] | k.strides[0] | k.strides[1] | k.strides[2]
-            | v.strides[0] | v.strides[1] | v.strides[2]) & (item - 1)):
-        return False
-    if not may_append(view, n):
+            or v.shape[3] != layout.value_width or not is_direct(k) or not is_direct(v) or not may_append(view, n)):
         return False
     with nogil:
         for b in range(batch):
@@ -231,7 +225,7 @@ cdef bint place_last(CacheView view, Py_ssize_t rows, Py_ssize_t *lo, Py_ssize_t
 
 
 cdef object attend_last(CacheView view, const real[:, :, :, :] q, int threads, scale, double softcap):
-    cdef Py_ssize_t item = sizeof(real), b, batch = q.shape[0], rows = q.shape[2], longest = 0
+    cdef Py_ssize_t b, batch = q.shape[0], rows = q.shape[2], longest = 0
     cdef Layout *layout = &view.layout
     cdef bint ragged = False
     cdef real[:, :, :, :] out
@@ -239,8 +233,7 @@ cdef object attend_last(CacheView view, const real[:, :, :, :] q, int threads, s
     cdef Py_ssize_t *intervals = NULL
     cdef double factor = (1.0 / sqrt(<double> layout.width)) if scale is None else scale
     if (batch != view.lengths.shape[0] or q.shape[1] == 0 or q.shape[1] % layout.kv_heads != 0 or batch * rows == 0
-            or q.shape[3] != layout.width or q.strides[3] != item and q.shape[3] > 1
-            or (<Py_ssize_t> &q[0, 0, 0, 0] | q.strides[0] | q.strides[1] | q.strides[2]) & (item - 1)):
+            or q.shape[3] != layout.width or not is_direct(q)):
         return None
     for b in range(batch):
         ragged = ragged or view.lengths[b] != view.lengths[0]

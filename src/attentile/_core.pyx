@@ -210,23 +210,24 @@ def stats(q, k, lse, double scale, int threads, *, mask=None, bias=None, lo=None
                             received, top_weights, top_keys, rows, chosen)
 
 
+cdef inline bint is_direct(const real[:, :, :, :] a) noexcept nogil:
+    """Whether a non-empty array can be read as it is: last axis contiguous, every row aligned to its elements."""
+    cdef Py_ssize_t item = sizeof(real)
+    if a.strides[3] != item and a.shape[3] > 1:
+        return False
+    return ((<Py_ssize_t> &a[0, 0, 0, 0] | a.strides[0] | a.strides[1] | a.strides[2]) & (item - 1)) == 0
+
+
 cdef object attend_plain_typed(const real[:, :, :, :] q, const real[:, :, :, :] k, const real[:, :, :, :] v, dtype,
                                scale, int threads):
-    cdef Py_ssize_t item = sizeof(real), heads = k.shape[1]
-    cdef Py_ssize_t bits
+    cdef Py_ssize_t heads = k.shape[1]
     cdef real[:, :, :, :] out
     cdef Job job
     if (q.shape[0] != k.shape[0] or k.shape[0] != v.shape[0] or heads != v.shape[1] or k.shape[2] != v.shape[2]
             or q.shape[3] != k.shape[3] or heads == 0 or q.shape[1] % heads != 0
             or q.shape[0] * q.shape[1] * q.shape[2] * q.shape[3] == 0 or k.shape[2] * v.shape[3] == 0):
         return None
-    if (q.strides[3] != item and q.shape[3] > 1 or k.strides[3] != item and k.shape[3] > 1
-            or v.strides[3] != item and v.shape[3] > 1):
-        return None
-    bits = (<Py_ssize_t> &q[0, 0, 0, 0] | <Py_ssize_t> &k[0, 0, 0, 0] | <Py_ssize_t> &v[0, 0, 0, 0]
-            | q.strides[0] | q.strides[1] | q.strides[2] | k.strides[0] | k.strides[1] | k.strides[2]
-            | v.strides[0] | v.strides[1] | v.strides[2])
-    if bits & (item - 1):
+    if not (is_direct(q) and is_direct(k) and is_direct(v)):
         return None
     result = empty((q.shape[0], q.shape[1], q.shape[2], v.shape[3]), dtype)
     out = result
