@@ -188,10 +188,10 @@ def test_an_option_takes_the_general_path(compiled, option):
 
 
 def test_options_are_those_of_attention():
-    from attentile.explain import _DEFAULTS
+    from attentile.explain import OPTIONS
 
     parameters = list(inspect.signature(attention).parameters.values())[3:]
-    assert {p.name: p.default for p in parameters} == _DEFAULTS
+    assert {p.name: p.default for p in parameters} == OPTIONS
 
 
 def test_score_mod_is_numpy(impl):

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from . import config
-from .call import Call, attend, prepare
+from .call import Call, attend, check_out, prepare
 from .reference import ScoreMod
 
 Array = NDArray[Any]
@@ -216,29 +216,22 @@ def attention(
     return finish(call, run, out, return_lse, return_weights)
 
 
+# Every option with its default, for those who take them on: explain(), KVCache, MultiHeadAttention.
+OPTIONS: dict[str, Any] = dict(attention.__kwdefaults__ or {})
+
+
 def finish(
     call: Call, run: Callable[[Array, Array | None, Array | None], None], out: Array | None, return_lse: bool,
     return_weights: bool,
 ) -> Array | AttentionResult:  # fmt: skip
     """Checks out, lets run(target, lse, weights) fill arrays of the core's dtype and axes, and returns the caller's."""
     if out is not None:
-        _check_out(out, call.shape[call.drop :], call.dtype)
+        check_out("attention", out, call.shape[call.drop :], call.dtype)
     lse = np.empty(call.shape[:-1], call.compute) if return_lse else None
     weights = np.zeros(call.scores, call.compute) if return_weights else None
     target = _target(out, call)
     run(target, lse, weights)
     return _result(out, target, lse, weights, call)
-
-
-def _check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    if not isinstance(out, np.ndarray):
-        raise TypeError(f"attention: out is a {type(out).__name__}; it must be a NumPy array")
-    if out.shape != shape or out.dtype != dtype:
-        raise ValueError(
-            f"attention: out has shape {out.shape} and dtype {out.dtype}; they must be {shape} and {dtype}"
-        )
-    if not out.flags.writeable:
-        raise ValueError("attention: out is read-only; pass a writable array")
 
 
 def _target(out: Array | None, call: Call) -> Array:

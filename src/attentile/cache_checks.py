@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from .attention import attention
+from .attention import OPTIONS
 from .integers import index
 from .masks import _FAR, _check_causal, _per_item
+from .rotary import ROTARY_OPTIONS
 
 if TYPE_CHECKING:
     from .cache import KVCache
 
 Array = NDArray[Any]
 Index = NDArray[np.intp]
-
-_OPTIONS = frozenset(inspect.signature(attention).parameters) - {"q", "k", "v"}
-_ROTARY_OPTIONS = ("base", "rotary_dim", "interleaved", "scaling", "cos", "sin")
 
 
 def count(name: str, value: Any, least: int) -> int:
@@ -72,9 +69,9 @@ def rotary_options(rotary: Any) -> dict[str, Any] | None:
         raise TypeError(
             f"KVCache: rotary is a {type(rotary).__name__}; it must be a dict of rotary_embedding's options"
         )
-    unknown = [str(name) for name in rotary if name not in _ROTARY_OPTIONS]
+    unknown = [str(name) for name in rotary if name not in ROTARY_OPTIONS]
     if unknown:
-        raise ValueError(f"KVCache: rotary has {', '.join(unknown)}; it may have {', '.join(_ROTARY_OPTIONS)}")
+        raise ValueError(f"KVCache: rotary has {', '.join(unknown)}; it may have {', '.join(ROTARY_OPTIONS)}")
     return copy.deepcopy(dict(rotary))
 
 
@@ -105,9 +102,9 @@ def place(
 
     In these, causal is True or False, key_lengths an array, and q_start an array where anything asks for positions.
     """
-    unknown = sorted(options.keys() - _OPTIONS)
+    unknown = sorted(options.keys() - OPTIONS.keys())
     if unknown:
-        raise TypeError(f"KVCache.attend: no option is named {', '.join(unknown)}; use {', '.join(sorted(_OPTIONS))}")
+        raise TypeError(f"KVCache.attend: no option is named {', '.join(unknown)}; use {', '.join(sorted(OPTIONS))}")
     if window is not None and options.get("window") is not None:
         raise ValueError(f"KVCache.attend: window= was given and the cache has window={window}; leave it out")
     given, valid, longest = options.get("q_start"), lengths, int(lengths.max(initial=0))

@@ -91,16 +91,29 @@ def _shapes(q: Array, k: Array, v: Array) -> tuple[int, ...]:
         raise ValueError(f"attention: the batch axes of q, k and v do not broadcast ({shapes})") from None
 
 
-def _scale(scale: Any, width: int) -> float:
+def check_scale(function: str, scale: Any) -> float | None:
+    """scale as a finite number; None stays None."""
     if scale is None:
-        return 1.0 / math.sqrt(width)
+        return None
     try:
         number = float(scale)
     except (TypeError, ValueError):
-        raise TypeError(f"attention: scale is {scale!r}; it must be a number") from None
+        raise TypeError(f"{function}: scale is {scale!r}; it must be a number") from None
     if not math.isfinite(number):
-        raise ValueError(f"attention: scale is {number}; it must be finite")
+        raise ValueError(f"{function}: scale is {number}; it must be finite")
     return number
+
+
+def check_out(function: str, out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    """Refuses an out that is not a writable array of this shape and dtype."""
+    if not isinstance(out, np.ndarray):
+        raise TypeError(f"{function}: out is a {type(out).__name__}; it must be a NumPy array")
+    if out.shape != shape or out.dtype != dtype:
+        raise ValueError(
+            f"{function}: out has shape {out.shape} and dtype {out.dtype}; they must be {shape} and {dtype}"
+        )
+    if not out.flags.writeable:
+        raise ValueError(f"{function}: out is read-only; pass a writable array")
 
 
 def _softcap(softcap: Any) -> float:
@@ -235,7 +248,9 @@ def prepare(
     q, k, v = (array[None] if array.ndim == 2 else array for array in (q, k, v))
     lead, heads = _shapes(q, k, v), q.shape[-3]
     scores = (*lead, *q.shape[-3:-1], k.shape[-2])
-    threads, factor = config.threads_for(num_threads, "attention"), _scale(scale, q.shape[-1])
+    threads, factor = config.threads_for(num_threads, "attention"), check_scale("attention", scale)
+    if factor is None:
+        factor = 1.0 / math.sqrt(q.shape[-1])
     mask, bias = _mask(mask, scores[drop:]), _bias(bias, scores[drop:], compute)
     if drop:
         mask, bias = mask if mask is None else mask[None], bias if bias is None else bias[None]

@@ -15,18 +15,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from . import config
-from .attention import _check_out, _target
-from .call import Call, _run, prepare
+from .attention import OPTIONS, _target
+from .call import Call, _run, check_out, prepare
 
 Array = NDArray[Any]
 
 CHUNK, WORD = 256, 32  # AT_CHUNK and AT_WORD of kernels.h
-
-_DEFAULTS: dict[str, Any] = {
-    "mask": None, "bias": None, "causal": False, "q_start": None, "window": None, "key_lengths": None,
-    "prefix_lengths": None, "segments": None, "scale": None, "softcap": None, "sinks": None, "alibi_slopes": None,
-    "score_mod": None, "return_lse": False, "return_weights": False, "out": None, "num_threads": None,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -125,15 +119,13 @@ def explain(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -> Explana
     >>> print(report.notes[0])
     mask is dense and says causal=True: give that instead, and no (L, S) array is read
     """
-    unknown = options.keys() - _DEFAULTS.keys()
+    unknown = options.keys() - OPTIONS.keys()
     if unknown:
-        raise TypeError(
-            f"explain: unexpected keyword argument {min(unknown)!r}; attention() has {', '.join(_DEFAULTS)}"
-        )
-    chosen = {**_DEFAULTS, **options}
+        raise TypeError(f"explain: unexpected keyword argument {min(unknown)!r}; attention() has {', '.join(OPTIONS)}")
+    chosen = {**OPTIONS, **options}
     given: dict[str, Any] = {"q": q, "k": k, "v": v, "mask": chosen["mask"], "bias": chosen["bias"]}
     arrays: dict[str, Any] = {name: None if value is None else np.asarray(value) for name, value in given.items()}
-    rest = {name: chosen[name] for name in _DEFAULTS if name not in ("out", "mask", "bias") and "return" not in name}
+    rest = {name: chosen[name] for name in OPTIONS if name not in ("out", "mask", "bias") and "return" not in name}
     call = prepare(**arrays, **rest)
     path, why = _path(given, chosen)
     count = _count(call, chosen["out"], chosen["return_weights"])
@@ -164,8 +156,8 @@ def _path(given: dict[str, Any], options: dict[str, Any]) -> tuple[str, str]:
         return "NumPy", f"{config.show_config(as_dict=True)['backend_why']}; no compiled kernels"
     if options["score_mod"] is not None:
         return "NumPy", "score_mod= is a Python function, which the compiled kernels cannot call"
-    special = [name for name in _DEFAULTS if name not in ("scale", "num_threads")]
-    special = [name for name in special if options[name] is not _DEFAULTS[name]]
+    special = [name for name in OPTIONS if name not in ("scale", "num_threads")]
+    special = [name for name in special if options[name] is not OPTIONS[name]]
     special = [name for name in special if "return" not in name or options[name]]
     if special:
         return "general", f"{', '.join(f'{name}=' for name in special)} given"
@@ -224,7 +216,7 @@ def _copies(given: dict[str, Any], call: Call) -> dict[str, str]:
 
 def _out_copy(out: Any, call: Call) -> dict[str, str]:
     """Whether the core cannot write into out directly, so that a new array is filled and copied."""
-    _check_out(out, call.shape[call.drop :], call.dtype)
+    check_out("attention", out, call.shape[call.drop :], call.dtype)
     if out.size == 0 or np.may_share_memory(_target(out, call), out):
         return {}
     if call.options.get("score_mod") is not None:
@@ -284,7 +276,7 @@ def _count(call: Call, out: Any, weights: bool) -> _Count:
     arrays = {}
     named = {**call.named(), "v": call.v}
     if out is not None:
-        _check_out(out, call.shape[call.drop :], call.dtype)
+        check_out("attention", out, call.shape[call.drop :], call.dtype)
         named["out"] = _target(out, call)
     tails = {"lo": 1, "hi": 1, "start": 0}
     for name, array in named.items():

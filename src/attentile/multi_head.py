@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import inspect
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .attention import AttentionResult, attention
+from .attention import OPTIONS, AttentionResult, attention
 from .cache import KVCache
-from .call import promoted
+from .call import check_out, check_scale, promoted
 from .checkpoints import find_attention
 from .masks import positive_index
 from .projections import NAME, Projections, matrix, times, vector, width_per_head
-from .rotary import rotary_embedding
+from .rotary import ROTARY_OPTIONS, rotary_embedding
 
 Array = NDArray[Any]
 
 # attention()'s keywords; a misspelt one must be refused before a cache is changed.
-_OPTIONS = frozenset(inspect.signature(attention).parameters) - {"q", "k", "v", "out"}
-_ROTARY_OPTIONS = frozenset(inspect.signature(rotary_embedding).parameters) - {"x", "positions", "inverse", "out"}
+_OPTIONS = OPTIONS.keys() - {"out"}
 
 
 class _Plan(NamedTuple):
@@ -111,7 +108,7 @@ class MultiHeadAttention:
                 f"{NAME}: num_heads is {self.num_heads} and num_kv_heads is {self.num_kv_heads}; "
                 "num_heads must be a multiple of it"
             )
-        self._scale = _scale(scale)
+        self._scale = check_scale(NAME, scale)
         self._w_o = matrix("w_o", w_o)
         self._b_o = vector("b_o", b_o, self._w_o.shape[1])
         self.value_dim = width_per_head("w_o", self._w_o.shape[0], "rows", self.num_heads)
@@ -257,7 +254,7 @@ class MultiHeadAttention:
             raise ValueError(f"{NAME}: lengths go with a cache; without one give key_lengths")
         plan = self._plan(x, context, cache is not None and x.ndim == 2)
         if out is not None:
-            _check_out(out, (*plan.lead, *plan.x.shape[-2:-1], self.d_out)[plan.drop :], plan.dtype)
+            check_out(NAME, out, (*plan.lead, *plan.x.shape[-2:-1], self.d_out)[plan.drop :], plan.dtype)
         if self._scale is not None:
             options.setdefault("scale", self._scale)
         q, k, v = self._heads(plan)
@@ -433,31 +430,10 @@ def _rows(name: str, value: Any, width: int) -> Array:
     return array
 
 
-def _scale(scale: Any) -> float | None:
-    if scale is None:
-        return None
-    try:
-        number = float(scale)
-    except (TypeError, ValueError):
-        raise TypeError(f"{NAME}: scale is {scale!r}; it must be a number") from None
-    if not math.isfinite(number):
-        raise ValueError(f"{NAME}: scale is {number}; it must be finite")
-    return number
-
-
 def _check_options(options: dict[str, Any]) -> None:
     unknown = sorted(options.keys() - _OPTIONS)
     if unknown:
         raise TypeError(f"{NAME}: unknown option {unknown[0]!r}; known are {', '.join(sorted(_OPTIONS))}")
-
-
-def _check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    if not isinstance(out, np.ndarray):
-        raise TypeError(f"{NAME}: out is a {type(out).__name__}; it must be a NumPy array")
-    if out.shape != shape or out.dtype != dtype:
-        raise ValueError(f"{NAME}: out has shape {out.shape} and dtype {out.dtype}; they must be {shape} and {dtype}")
-    if not out.flags.writeable:
-        raise ValueError(f"{NAME}: out is read-only; pass a writable array")
 
 
 def _checked_rotary(rotary: Any, head_dim: int) -> dict[str, Any] | None:
@@ -466,9 +442,9 @@ def _checked_rotary(rotary: Any, head_dim: int) -> dict[str, Any] | None:
         return None
     if not isinstance(rotary, Mapping):
         raise TypeError(f"{NAME}: rotary is {rotary!r}; it must be a dict of rotary_embedding's keyword arguments")
-    unknown = sorted(map(str, set(rotary) - _ROTARY_OPTIONS))
+    unknown = sorted(map(str, set(rotary).difference(ROTARY_OPTIONS)))
     if unknown:
-        known = ", ".join(sorted(_ROTARY_OPTIONS))
+        known = ", ".join(sorted(ROTARY_OPTIONS))
         raise TypeError(f"{NAME}: rotary has the unknown key {unknown[0]!r}; known are {known}")
     rotary_embedding(np.empty((0, head_dim), np.float32), **rotary)
     return dict(rotary)

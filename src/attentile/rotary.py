@@ -425,6 +425,10 @@ def rotary_embedding(
     return out
 
 
+# Those that say how to rotate, in order, for who keeps them: KVCache and MultiHeadAttention.
+ROTARY_OPTIONS = tuple(name for name in rotary_embedding.__kwdefaults__ or () if name not in ("inverse", "out"))
+
+
 def _not_in(out: Array, table: Array) -> Array:
     """The table, or a copy of it if writing to out could change it."""
     return table.copy() if np.may_share_memory(out, table) else table
