@@ -143,6 +143,17 @@ class Model:
                 seen[b, 0, i, self.sinks : max(at - self.window[0], self.sinks)] = False
         return seen
 
+    def lacks(self, rows: int, valid: Any) -> bool:
+        """Whether one of the last rows of the valid tokens sees a token that is gone, token by token."""
+        if self.window is None:
+            return False
+        seen = self.seen(rows, valid - rows)
+        for b, held in enumerate(self.held_from):
+            seen[b, ..., valid[b] :] = False
+            if seen[b, ..., self.sinks : max(held, self.sinks)].any():
+                return True
+        return False
+
     def attend(self, q: Array, **options: Any) -> Array | AttentionResult:
         """attention() over all tokens, with the lengths and the window of the cache."""
         k, v = self.full()

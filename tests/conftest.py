@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -19,16 +20,29 @@ def available_isas() -> list[str]:
     return attentile.show_config(as_dict=True)["isas_here"]
 
 
-@pytest.fixture(params=("reference", *ISAS))
-def impl(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Activates one implementation for the test and checks that it is the one that runs."""
-    name = request.param
+@contextmanager
+def activated(name: str) -> Iterator[str]:
+    """One implementation in use, and seen to be the one that runs; a skip where it is not available."""
     if name != "reference" and name not in available_isas():
         pytest.skip(f"{name}: not available on this host or in this build")
     chosen = attentile.use_backend("numpy") if name == "reference" else attentile.use_backend("compiled", name)
     with chosen:
         running = config.core()
         assert (running is None) if name == "reference" else (running is not None and running.get_isa() == name)
+        yield name
+
+
+@pytest.fixture(params=("reference", *ISAS))
+def impl(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A test that takes it runs on the NumPy twin and on every instruction set of this host."""
+    with activated(request.param) as name:
+        yield name
+
+
+@pytest.fixture(params=FMA_ISAS)
+def fma_isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The same on the instruction sets that promise equal bits."""
+    with activated(request.param) as name:
         yield name
 
 

@@ -98,23 +98,12 @@ class CacheMachine(RuleBasedStateMachine):
             options["key_lengths"] = [data.draw(st.integers(0, n), label="key_lengths") for n in model.lengths]
         valid = np.array(options.get("key_lengths", model.lengths))
         before = state_of(cache)
-        if self.lacks_tokens(model, rows, valid):
+        if model.lacks(rows, valid):
             with pytest.raises(ValueError, match="the window has dropped"):
                 cache.attend(q, **options)
         else:
             assert_same(self.impl, cache.attend(q, **options), model.attend(q, **options))
         assert state_of(cache) == before
-
-    def lacks_tokens(self, model: Model, rows: int, valid: Any) -> bool:
-        """Whether one of the last rows sees a token that is gone, token by token."""
-        if model.window is None:
-            return False
-        seen = model.seen(rows, valid - rows)
-        for b, held in enumerate(model.held_from):
-            seen[b, ..., valid[b] :] = False
-            if seen[b, ..., model.sinks : max(held, model.sinks)].any():
-                return True
-        return False
 
     @rule(data=st.data())
     def truncate(self, data):

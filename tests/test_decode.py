@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import FMA_ISAS, available_isas
-from numpy.testing import assert_allclose, assert_array_equal
-from oracle import oracle, tolerance
+from numpy.testing import assert_allclose
+from oracle import oracle, same_bits, tolerance
 
-from attentile import KVCache, attention, use_backend
+from attentile import KVCache, attention
 
 ROWS, KEYS, WIDTH, HEADS, KEY_HEADS = 70, 700, 40, 6, 2
 rng = np.random.default_rng(40)
@@ -44,12 +43,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "alibi_slopes": 2.0 ** -np.arange(HEADS),
     },
 }
-
-
-def same_bits(a: Any, b: Any) -> None:
-    assert_array_equal(a, b)
-    number = ~np.isnan(a)
-    assert_array_equal(np.signbit(a[number]), np.signbit(b[number]))
 
 
 def assert_same(impl: str, a: Any, b: Any) -> None:
@@ -87,62 +80,50 @@ def qkv(request: pytest.FixtureRequest) -> tuple[Any, ...]:
     return tuple(np.random.default_rng(41).standard_normal(shape).astype(request.param) for shape in shapes)
 
 
-@pytest.mark.parametrize("isa", FMA_ISAS)
 @pytest.mark.parametrize("case", OPTIONS)
-def test_few_rows_are_prefill_rows(qkv: Any, isa: str, case: str) -> None:
-    if isa not in available_isas():
-        pytest.skip(f"{isa}: not available on this host or in this build")
+def test_few_rows_are_prefill_rows(qkv: Any, fma_isa: str, case: str) -> None:
     q, k, v = qkv
     options = OPTIONS[case]
-    with use_backend("compiled", isa):
-        for threads in (1, 2):
-            whole = attention(q, k, v, return_lse=True, num_threads=threads, **options)
-            for first, n in ((0, 1), (34, 1), (36, 2), (69, 1), (60, 3)):
-                some = attention(
-                    q[:, :, first : first + n], k, v, return_lse=True, num_threads=threads,
-                    **of_rows(options, first, n),
-                )  # fmt: skip
-                same_bits(some.out, whole.out[:, :, first : first + n])
-                same_bits(some.lse, whole.lse[:, :, first : first + n])
+    for threads in (1, 2):
+        whole = attention(q, k, v, return_lse=True, num_threads=threads, **options)
+        for first, n in ((0, 1), (34, 1), (36, 2), (69, 1), (60, 3)):
+            some = attention(
+                q[:, :, first : first + n], k, v, return_lse=True, num_threads=threads,
+                **of_rows(options, first, n),
+            )  # fmt: skip
+            same_bits(some.out, whole.out[:, :, first : first + n])
+            same_bits(some.lse, whole.lse[:, :, first : first + n])
 
 
-@pytest.mark.parametrize("isa", FMA_ISAS)
 @pytest.mark.parametrize("case", OPTIONS)
-def test_rows_of_a_cache_are_prefill_rows(qkv: Any, isa: str, case: str) -> None:
+def test_rows_of_a_cache_are_prefill_rows(qkv: Any, fma_isa: str, case: str) -> None:
     """The same from a cache: few rows and many, tokens appended in pieces."""
-    if isa not in available_isas():
-        pytest.skip(f"{isa}: not available on this host or in this build")
     q, k, v = qkv
     options = {"causal": False, **OPTIONS[case]}
-    with use_backend("compiled", isa):
-        whole = attention(q, k, v, return_lse=True, **options)
-        cache = KVCache(2, KEY_HEADS, WIDTH, value_dim=WIDTH + 5, dtype=q.dtype)
-        for first, end in ((0, 301), (301, 302), (302, 320), (320, KEYS)):
-            cache.append(k[:, :, first:end], v[:, :, first:end])
-        for threads in (1, 2):
-            for first, n in ((0, 1), (34, 1), (36, 2), (69, 1), (0, ROWS)):
-                some = cache.attend(
-                    q[:, :, first : first + n], return_lse=True, num_threads=threads, **of_rows(options, first, n)
-                )
-                same_bits(some.out, whole.out[:, :, first : first + n])
-                same_bits(some.lse, whole.lse[:, :, first : first + n])
+    whole = attention(q, k, v, return_lse=True, **options)
+    cache = KVCache(2, KEY_HEADS, WIDTH, value_dim=WIDTH + 5, dtype=q.dtype)
+    for first, end in ((0, 301), (301, 302), (302, 320), (320, KEYS)):
+        cache.append(k[:, :, first:end], v[:, :, first:end])
+    for threads in (1, 2):
+        for first, n in ((0, 1), (34, 1), (36, 2), (69, 1), (0, ROWS)):
+            some = cache.attend(
+                q[:, :, first : first + n], return_lse=True, num_threads=threads, **of_rows(options, first, n)
+            )
+            same_bits(some.out, whole.out[:, :, first : first + n])
+            same_bits(some.lse, whole.lse[:, :, first : first + n])
 
 
-@pytest.mark.parametrize("isa", FMA_ISAS)
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 12, 30, 48])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_heads_that_share_keys_and_threads_that_share_a_head(isa: str, group: int, dtype: Any) -> None:
+def test_heads_that_share_keys_and_threads_that_share_a_head(fma_isa: str, group: int, dtype: Any) -> None:
     """One head of keys: with two threads its chunks are divided, whatever the group; the bits stay."""
-    if isa not in available_isas():
-        pytest.skip(f"{isa}: not available on this host or in this build")
     rng = np.random.default_rng(group)
     q, k, v = (rng.standard_normal((1, h, n, 64)).astype(dtype) for h, n in ((group, 1), (1, 9000), (1, 9000)))
     padding = {"key_lengths": 8500, "mask": rng.random((group, 1, 9000)) < 0.9}
-    with use_backend("compiled", isa):
-        for options in ({}, padding):
-            full = attention(np.repeat(q, 50, axis=2), k, v, num_threads=1, **options)[:, :, :1]
-            for threads in (1, 2, 3, 8):
-                same_bits(attention(q, k, v, num_threads=threads, **options), full)
+    for options in ({}, padding):
+        full = attention(np.repeat(q, 50, axis=2), k, v, num_threads=1, **options)[:, :, :1]
+        for threads in (1, 2, 3, 8):
+            same_bits(attention(q, k, v, num_threads=threads, **options), full)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from conftest import FMA_ISAS, available_isas
 
 from attentile import (
@@ -209,13 +208,8 @@ def test_the_table_has_200_cases_that_differ():
     assert len(set(table.values())) == 200
 
 
-@pytest.mark.parametrize("isa", FMA_ISAS)
-def test_bits_of_the_table(isa):
-    if isa not in available_isas():
-        pytest.skip(f"{isa}: not available on this host or in this build")
-    with use_backend("compiled", isa):
-        found = computed()
-    table = stored()
+def test_bits_of_the_table(fma_isa):
+    found, table = computed(), stored()
     assert [name for name in table if found[name] != table[name]] == []
 
 

@@ -88,24 +88,13 @@ def attend(source: Source, cache: KVCache, model: Model) -> None:
     if source.boolean():
         valid = options["key_lengths"] = np.array([source.integer(0, length) for length in model.lengths], int)
     before = state_of(cache)
-    if lacks_tokens(model, rows, valid):
+    if model.lacks(rows, valid):
         refused(cache, before, "the window has dropped", cache.attend, q, **options)
         return
     found = cache.attend(q, num_threads=source.integer(1, 3), **options)
     turned = rotated(cache, np.asarray(q).astype(q.dtype.newbyteorder("=")), valid - rows)
     assert_same(isa(), found, model.attend(turned, **options))
     assert state_of(cache) == before
-
-
-def lacks_tokens(model: Model, rows: int, valid: Any) -> bool:
-    if model.window is None:
-        return False
-    seen = model.seen(rows, valid - rows)
-    for b, held in enumerate(model.held_from):
-        seen[b, ..., valid[b] :] = False
-        if seen[b, ..., model.sinks : max(held, model.sinks)].any():
-            return True
-    return False
 
 
 def truncate(source: Source, cache: KVCache, model: Model) -> None:
