@@ -235,10 +235,9 @@ class KVCache:
         self._replaced(np.where(counts > 0, -(-self._lengths // size) * size, 0), own_from)
 
     def _write(self, k: Array, v: Array, starts: Index, counts: Index) -> None:
-        """Backend: the first counts[b] tokens of item b go to starts[b] ... of opened pages."""
+        """Backend: the first counts[b] tokens of item b go to starts[b] ... of opened pages. k, v: as ready() gives."""
         if config.active is not None and k.size:
-            given = ready(k, self.dtype), ready(v, self.dtype)
-            config.active.store_tokens(*given, self._shape, self._pages.table, starts, counts)
+            config.active.store_tokens(k, v, self._shape, self._pages.table, starts, counts)
         else:
             for item, n in enumerate(counts):
                 self._pages.write(item, int(starts[item]), k[item, :, :n], v[item, :, :n])

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .cache_checks import check_capacity
+from .call import ready
 
 if TYPE_CHECKING:
     from .cache import KVCache
@@ -94,7 +95,8 @@ def _refill(cache: KVCache, lengths: Array, held_from: Array, keys: Array, value
         starts[item], counts[item] = first, end - first
         k, v = (
             np.broadcast_to(
-                x[at : at + end - first].swapaxes(0, 1), (cache.batch, cache.kv_heads, end - first, x.shape[2])
+                ready(x[at : at + end - first].swapaxes(0, 1), cache.dtype),
+                (cache.batch, cache.kv_heads, end - first, x.shape[2]),
             )
             for x in (keys, values)
         )
