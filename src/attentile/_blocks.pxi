@@ -209,6 +209,15 @@ cdef inline Py_ssize_t largest_pitch(const Job *job) noexcept nogil:
     return (rows + job.tiles.lanes - 1) // job.tiles.lanes * job.tiles.lanes
 
 
+cdef void *scratch_of(Py_ssize_t nbytes) except NULL nogil:
+    """This thread's scratch of at least so many bytes, kept for later calls."""
+    cdef void *scratch = at_scratch(nbytes)
+    if scratch == NULL:
+        with gil:
+            raise MemoryError(f"attentile: no memory for {nbytes} bytes of scratch")
+    return scratch
+
+
 cdef inline char *take(char **free_bytes, Py_ssize_t nbytes) noexcept nogil:
     cdef char *p = free_bytes[0]
     free_bytes[0] = p + aligned(nbytes)

@@ -66,10 +66,7 @@ cdef int run_job(Job *job, double scale, int threads) except -1 nogil:
                  > (FEW_FETCH_BYTES if job.few else FETCH_BYTES))
     size_scratch(job)
     nbytes = threads * job.scratch_per_slot + heads * job.partials_per_head * job.partial_bytes
-    job.scratch = <char *> at_scratch(nbytes)
-    if job.scratch == NULL:
-        with gil:
-            raise MemoryError(f"attentile: no memory for {nbytes} bytes of scratch")
+    job.scratch = <char *> scratch_of(nbytes)
     if not job.few:
         at_pool_run(attend_task, job, job.tasks, threads)
         return 0

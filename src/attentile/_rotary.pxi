@@ -157,10 +157,7 @@ cdef int run_rotary(Rotary *job, int threads) except -1 nogil:
     threads = <int> min(<Py_ssize_t> threads, units * job.groups)
     job.slot_doubles = widest * (2 + TABLE_ROWS * (4 if job.neighbours else 2))
     doubles = widest * (2 + 2 * FINE_ROWS) + threads * job.slot_doubles
-    scratch = <double *> at_scratch(doubles * sizeof(double))
-    if scratch == NULL:
-        with gil:
-            raise MemoryError(f"attentile: no memory for {doubles * sizeof(double)} bytes of scratch")
+    scratch = <double *> scratch_of(doubles * sizeof(double))
     job.strip_high, job.strip_low, job.fine = scratch, scratch + widest, scratch + 2 * widest
     job.slots = job.fine + 2 * FINE_ROWS * widest
     job.from_pair = 0

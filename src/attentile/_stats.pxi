@@ -109,9 +109,6 @@ cdef int run_stats(Stats *stats, double scale, int threads) except -1 nogil:
     threads = <int> min(<Py_ssize_t> threads, job.tasks)
     size_scratch(job)
     job.scratch_per_slot += block_line_bytes(job) + aligned(AT_CHUNK * <Py_ssize_t> job.tiles.itemsize)
-    job.scratch = <char *> at_scratch(threads * job.scratch_per_slot)
-    if job.scratch == NULL:
-        with gil:
-            raise MemoryError(f"attentile: no memory for {threads * job.scratch_per_slot} bytes of scratch")
+    job.scratch = <char *> scratch_of(threads * job.scratch_per_slot)
     at_pool_run(stats_task, stats, job.tasks, threads)
     return 0
