@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import pickle
+import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,7 +31,7 @@ from cache_helpers import (
 )
 from numpy.testing import assert_array_equal
 
-from attentile import KVCache
+from attentile import KVCache, pages
 
 ROWS = 5
 
@@ -241,3 +244,96 @@ def test_a_page_of_a_fork_is_copied_after_a_way_back(impl):
         assert_array_equal(cache.keys()[:, :, end:], -k[:, :, end : end + 4])
         assert_array_equal(twin.keys(), k[:, :, :300])
         assert_array_equal(twin.values(), k[:, :, :300])
+
+
+@pytest.mark.parametrize("n", [2, 3, 40, 256, 257, 300])
+def test_nothing_is_appended_where_no_page_is(impl, n):
+    """A window of one token, gone back by one: every token is dropped, and so is the page of the next one."""
+    cache, k = KVCache(1, 1, 4, window=(0, 0)), normal(1, 1, n + 1, 4)
+    for j in range(n):
+        cache.append(k[:, :, j : j + 1], k[:, :, j : j + 1])
+    cache.truncate(n - 1)
+    cache.append(k[:, :, :0], k[:, :, :0])
+    assert (cache.length, cache.keys()[0].shape[1]) == (n - 1, 0)
+    cache.append(k[:, :, n:], k[:, :, n:])
+    assert_array_equal(cache.attend(k[:, :, :1]), k[:, :, n:])
+
+
+# ---- broken off ----
+
+
+PAGES = Path(pages.__file__).name
+# Leaving a block is traced at its `with` again, before the lock is released; no signal is handled there.
+WITH = {number for number, line in enumerate(inspect.getsourcelines(pages)[0], 1) if line.strip().startswith("with ")}
+
+
+class Interrupter:
+    """A trace function that raises KeyboardInterrupt at the n-th line of pages.py, as a signal could; 0 never does."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.lines = at, 0
+
+    def __call__(self, frame, event, _):
+        if not frame.f_code.co_filename.endswith(PAGES) or frame.f_code.co_name == "__del__":
+            return None
+        if event == "line" and frame.f_lineno not in WITH:
+            self.lines += 1
+            if self.lines == self.at:
+                raise KeyboardInterrupt
+        return self
+
+
+def assert_pages_kept(*caches: KVCache) -> None:
+    """Every page of a table is in use, with a reference for each place, and not to be had by anybody else."""
+    pool, places = caches[0]._pages.pool, {}
+    pool.counts()
+    for cache in caches:
+        for address in cache._pages.table[cache._pages.table != 0].tolist():
+            places[address] = places.get(address, 0) + 1
+    assert not places.keys() & set(pool._free)
+    assert len(set(pool._free)) == len(pool._free)
+    assert all(pool._references[address] >= n for address, n in places.items())
+
+
+CHANGES = {
+    "append": lambda cache, k: cache.append(k, k),
+    "truncate": lambda cache, k: cache.truncate(cache.length - 9),
+    "reorder": lambda cache, k: cache.reorder([1, 1]),
+    "fork": lambda cache, k: cache.fork(),
+}
+
+
+def broken_off(change: str, at: int) -> int:
+    """Breaks the change off at this line of pages.py; the cache and its fork must be sound. Returns the lines run."""
+    k = normal(2, 1, 700, 4)
+    cache = KVCache(2, 1, 4, window=(60, 0), sinks=3)  # the next append drops the second page of each item
+    cache.append(k[:, :, :600], k[:, :, :600])
+    twin = cache.fork()
+    q, interrupter, before = normal(2, 1, 2, 4), Interrupter(at), sys.gettrace()
+    expected = twin.attend(q)
+    sys.settrace(interrupter)
+    try:
+        CHANGES[change](cache, k[:, :, 600:])
+    except KeyboardInterrupt:
+        assert 0 < at == interrupter.lines
+    finally:
+        sys.settrace(before)
+    assert_pages_kept(cache, twin)
+    other = twin.fork()  # takes whatever is free
+    other.append(np.full_like(k, np.nan), k)
+    assert_pages_kept(cache, twin, other)
+    assert_array_equal(twin.attend(q), expected)
+    try:
+        found = cache.attend(q)
+    except ValueError:  # rows that need tokens of dropped pages
+        found = np.zeros(1)
+    assert np.isfinite(found).all()
+    return interrupter.lines
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_broken_off_at_any_line_keeps_the_pages(impl, change):
+    lines = broken_off(change, 0)
+    assert lines > 3
+    for line in range(1, lines + 1):
+        broken_off(change, line)

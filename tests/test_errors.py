@@ -15,6 +15,10 @@ def k_of(*shape):
     return np.ones(shape, np.float32)
 
 
+def overlapping(*strides):
+    return np.lib.stride_tricks.as_strided(np.zeros(500, np.float32)[100:], Q.shape, strides)
+
+
 CASES = [
     (dict(q=np.ones(3)), ValueError, r"q has shape \(3,\); it needs at least two axes"),
     (
@@ -68,6 +72,9 @@ CASES = [
     (dict(out=np.ones((2, 4, 3, 8))), ValueError, "out has shape .* and dtype float64; they must be .* and float32"),
     (dict(out=np.ones((2, 4, 3, 9), np.float32)), ValueError, "out has shape"),
     (dict(out=[1.0]), TypeError, "out is a list"),
+    (dict(out=overlapping(0, 96, 32, 4)), ValueError, "out has shape .* so that elements share memory"),
+    (dict(out=overlapping(384, 96, 4, 4)), ValueError, "out has shape .* so that elements share memory"),
+    (dict(out=overlapping(384, 96, -28, 4)), ValueError, "out has shape .* so that elements share memory"),
     (dict(window=4), TypeError, r"window is 4; it must be a pair.*\(W - 1, 0\)"),
     (dict(window=(1, 2, 3)), TypeError, "must be a pair"),
     (dict(window=(1.5, 0)), TypeError, "each side must be an integer or None"),

@@ -56,9 +56,24 @@ def is_allowed(name: str) -> bool:
     return root in ALLOWED or root == "numpy" or root.startswith(("_cython_", "cython_"))
 
 
+# The one package that is asked for where it is installed; what it costs is its own.
+THREADPOOLCTL = """
+try:
+    import threadpoolctl
+except ImportError:
+    pass
+"""
+
+
 def test_import_loads_what_is_known_and_nothing_heavy():
-    surprising = [name for name in new_modules("import attentile") if not is_allowed(name)]
+    surprising = [name for name in new_modules("import attentile", before=THREADPOOLCTL) if not is_allowed(name)]
     assert not surprising
+
+
+@pytest.mark.parametrize("found", ["None", "types.ModuleType('threadpoolctl')"], ids=["none", "too old"])
+def test_import_without_threadpoolctl(found):
+    code = f"import sys, types; sys.modules['threadpoolctl'] = {found}; import attentile; print(attentile.KVCache)"
+    assert "KVCache" in output_of(code)
 
 
 @pytest.mark.parametrize("module", ["json", "importlib.metadata", "argparse", "pathlib"])

@@ -12,6 +12,7 @@ from .positions import alibi_slopes, positional_encoding, relative_bias, t5_bias
 from .rotary import rotary_embedding
 from .stats import AttentionStats, attention_stats
 from .textbook import causal_attention, multi_head_attention, self_attention
+from .threadpools import introduce as _introduce
 
 __all__ = [
     "AttentionResult",
@@ -40,3 +41,5 @@ __all__ = [
     "t5_buckets",
     "use_backend",
 ]
+
+_introduce()

@@ -156,7 +156,7 @@ def attention(
     return_weights : bool
         Also return the softmax weights, shape (..., Hq, L, S).
     out : ndarray, shape (..., Hq, L, Dv), optional
-        Written and returned; any strides. It may overlap an input.
+        Written and returned; any strides. It may overlap an input, but not itself.
     num_threads : int, optional
         Threads of this call; default `get_num_threads()`. It never changes a bit of the result.
 
@@ -172,7 +172,7 @@ def attention(
         A mask that is not bool, a bias that is not floating, an unsupported dtype, a window that is not a pair.
     ValueError
         Shapes that do not fit, D = 0, causal=True or a window where the positions of the queries are ambiguous, an
-        `out` that is read-only or of another shape or dtype. Every check runs before any work.
+        `out` that is read-only, overlaps itself or has another shape or dtype. Every check runs before any work.
 
     Notes
     -----

@@ -20,9 +20,7 @@ _NAME = "MultiHeadAttention.from_arrays"
 _SHOWN = 16  # names listed in an error
 
 # Arrays that change the result in a way that MultiHeadAttention does not compute; to ignore them would be wrong.
-_REFUSED = re.compile(
-    r"(^|[._])((q|k|query|key|sub)_?(norm|layernorm|ln)|bias_[kv]|[qkv]_bias|\w*sinks|distance_embedding)(\.|$)"
-)
+_REFUSED = r"(^|[._])((q|k|query|key|sub)_?(norm|layernorm|ln)|bias_[kv]|[qkv]_bias|\w*sinks|distance_embedding)(\.|$)"
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +79,7 @@ def find_attention(arrays: Mapping[str, Any], prefix: str) -> Found:
     if len(complete) != 1:
         raise ValueError(_not_one(names, prefix, candidates, complete))
     convention, place = complete[0]
-    refused = sorted(name for name in names if name.startswith(place) and _REFUSED.search(name[len(place) :]))
+    refused = sorted(name for name in names if name.startswith(place) and re.search(_REFUSED, name[len(place) :]))
     if refused:
         raise ValueError(
             f"{_NAME}: {_listed(refused)} would change the result in a way that is not supported; "

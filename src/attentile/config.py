@@ -207,13 +207,21 @@ def _default_threads() -> tuple[int, str]:
     return _default
 
 
-def _threads_and_source() -> tuple[int, str]:
-    in_block = _block_threads.get()
-    if in_block is not None:
-        return in_block, "num_threads() block"
+def process_threads() -> tuple[int, str]:
+    """(threads, where the number came from) outside of every num_threads() block."""
     if _process_threads is not None:
         return _process_threads, "set_num_threads()"
     return _default_threads()
+
+
+def limit_process_threads(n: int) -> None:
+    """set_num_threads() for a tool that puts back the number it found: putting back the default ends the setting."""
+    set_num_threads(None if n == _default_threads()[0] else n)
+
+
+def _threads_and_source() -> tuple[int, str]:
+    in_block = _block_threads.get()
+    return process_threads() if in_block is None else (in_block, "num_threads() block")
 
 
 def threads_for(call: int | None, function: str) -> int:
@@ -227,7 +235,8 @@ def get_num_threads() -> int:
     """Number of threads that a call without ``num_threads=`` may use here.
 
     The first that is there counts: a `num_threads` block, `set_num_threads`, ATTENTILE_NUM_THREADS, OMP_NUM_THREADS,
-    the CPUs this process may use (affinity) capped by its cgroup quota. Small calls use fewer threads.
+    the CPUs this process may use (affinity) capped by its cgroup quota. Small calls use fewer threads. Where
+    threadpoolctl is installed, its ``threadpool_limits`` calls `set_num_threads`, as for other libraries.
 
     Returns
     -------
@@ -307,7 +316,7 @@ def num_threads(n: int) -> Iterator[None]:
 # ---- what runs ----
 
 
-def _version() -> str:
+def version() -> str:
     from importlib import metadata
 
     try:
@@ -352,7 +361,7 @@ def show_config(as_dict: bool = False) -> dict[str, Any] | None:
     """
     threads, source = _threads_and_source()
     config: dict[str, Any] = {
-        "version": _version(),
+        "version": version(),
         "backend": "compiled" if active is not None else "numpy",
         "backend_why": _why_backend,
         "isa": active.get_isa() if active is not None else "none (NumPy)",

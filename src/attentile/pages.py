@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -90,16 +90,11 @@ class PagePool:
 
     # ---- references ----
 
-    def exchange(self, dropped: list[int], wanted: int) -> list[int]:
-        """Gives up one reference of each dropped page and takes `wanted` pages, reusing what became free.
-
-        All or nothing: MemoryError leaves the references as they were.
-        """
+    def take(self, wanted: int) -> list[int]:
+        """That many pages, each with one reference. MemoryError leaves everything as it was."""
         with _lock:
             self._settle()
-            freed = sum(self._references[address] == times for address, times in Counter(dropped).items())
-            self._grow(wanted - freed - len(self._free))
-            self._release(dropped)
+            self._grow(wanted - len(self._free))
             taken = [self._free.pop() for _ in range(wanted)]
             self._references.update(dict.fromkeys(taken, 1))
             return taken
@@ -112,6 +107,12 @@ class PagePool:
     def release(self, addresses: Iterable[int]) -> None:
         with _lock:
             self._release(addresses)
+
+    def unshared(self, addresses: list[int]) -> list[int]:
+        """Those of the pages that have no other reference."""
+        with _lock:
+            self._settle()
+            return [address for address in addresses if self._references[address] == 1]
 
     def shared(self, addresses: list[int]) -> list[int]:
         """Indices of the pages that must be copied before all of `addresses` are written to.
@@ -159,7 +160,8 @@ class PageTable:
         self.pool, self.table = pool, table
 
     def __del__(self) -> None:
-        self.pool.returned.append(self.table)
+        if hasattr(self, "table"):  # else a signal came before __init__ had begun
+            self.pool.returned.append(self.table)
 
     def fork(self) -> PageTable:
         self.pool.share(addresses_in(self.table))
@@ -175,7 +177,8 @@ class PageTable:
         """Makes the tokens starts ... starts + counts - 1 of each item writable.
 
         Missing pages are taken, shared ones copied, and the pages that hold only tokens that are neither below
-        kept_first nor at or after held_from are given up. All or nothing.
+        kept_first nor at or after held_from are given up. All or nothing: no page of the table loses a reference or a
+        token before the new table stands, so what breaks in before (an exception, a signal) costs at most unused pages.
         """
         pool, size, columns = self.pool, self.pool.page_keys, self.table.shape[1]
         missing: list[tuple[int, int]] = []  # places (item, column) in the table
@@ -199,16 +202,18 @@ class PageTable:
             columns = max(needed, 2 * columns)
         table = np.zeros((len(self.table), columns), np.intp)
         table[:, : self.table.shape[1]] = self.table
-        taken = pool.exchange([int(table[place]) for place in dropped], len(missing) + len(copied))
+        given_up = [int(table[place]) for place in dropped]
+        spare = pool.unshared(given_up)[: len(missing)]  # becomes a missing page in the moment when the table changes
+        taken = spare + pool.take(len(missing) + len(copied) - len(spare))
+        for i in copied:
+            table[present[i]] = address = taken.pop()
+            pool.page(address)[:] = pool.page(old[i])
         for place in dropped:
             table[place] = 0
         for place in missing:
             table[place] = taken.pop()
-        for i in copied:
-            table[present[i]] = address = taken.pop()
-            pool.page(address)[:] = pool.page(old[i])
         self.table = table
-        pool.release(old[i] for i in copied)
+        pool.release([old[i] for i in copied] + [address for address in given_up if address not in spare])
 
     def cut(self, ends: Index) -> None:
         """Gives up the pages that start at or after the end of their item."""
@@ -223,7 +228,7 @@ class PageTable:
     def parts(self, item: int, start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
         """(page, first slot, end slot, offset from start) of the pages that hold the tokens start ... end - 1."""
         size = self.pool.page_keys
-        for column in range(start // size, -(-end // size)):
+        for column in range(start // size, -(-end // size) if start < end else 0):  # no token needs no page
             first, last = max(start, column * size), min(end, (column + 1) * size)
             yield int(self.table[item, column]), first - column * size, last - column * size, first - start
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from . import config, reference_angles
+from .call import check_out
 from .integers import index
 from .masks import positive_index
 
@@ -65,22 +66,6 @@ def _dtype(dtype: DTypeLike) -> np.dtype[Any]:
             f"positional_encoding: dtype is {shown}; it must be float64, float32 or float16 (.astype() makes others)"
         )
     return np.dtype(found)
-
-
-def _check_out(out: Any, shape: tuple[int, int], dtype: np.dtype[Any]) -> None:
-    if not isinstance(out, np.ndarray):
-        raise TypeError(f"positional_encoding: out is a {type(out).__name__}; it must be a NumPy array, or None")
-    if out.shape != shape:
-        raise ValueError(
-            f"positional_encoding: out has shape {out.shape}; it must be (seq_len, d_model) = {shape}, or out=None"
-        )
-    if out.dtype != dtype:
-        raise TypeError(
-            f"positional_encoding: out has dtype {out.dtype} and dtype is {dtype}; they must be equal "
-            "(give dtype= the native dtype of out)"
-        )
-    if not out.flags.writeable:
-        raise ValueError("positional_encoding: out is read-only; it must be writable (out.copy() is)")
 
 
 @lru_cache(maxsize=64)
@@ -139,9 +124,10 @@ def positional_encoding(
     ------
     TypeError
         If seq_len, d_model or offset is not an integer, base not a number, dtype not one of the three, or out not an
-        array of that dtype.
+        array.
     ValueError
-        If a number is out of its range, or out has another shape or is read-only. Nothing has been written then.
+        If a number is out of its range, or out has another shape or dtype, is read-only or overlaps itself. Nothing has
+        been written then.
 
     Notes
     -----
@@ -166,7 +152,7 @@ def positional_encoding(
     if out is None:
         out = np.empty((rows, width), kind)
     else:
-        _check_out(out, (rows, width), kind)
+        check_out("positional_encoding", out, (rows, width), kind)
     if rows == 0:
         return out
 

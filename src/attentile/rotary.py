@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from . import config, reference_angles
-from .call import promoted, ready
+from .call import check_out, promoted, ready
 from .integers import index
 from .rotary_scaling import DEFAULT_BASE, Frequencies, flag, number, plain_frequencies, read_scaling, scaled_frequencies
 
@@ -124,26 +124,6 @@ def _places(positions: Any, lead: tuple[int, ...], rows: int) -> Places:
         return Places(first, None, first, first + rows - 1)
     array = _given_positions(positions, lead, rows)
     return Places(0, array, int(array.min(initial=_FARTHEST)), int(array.max(initial=-_FARTHEST)))
-
-
-def _check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    if not isinstance(out, np.ndarray):
-        raise TypeError(f"rotary_embedding: out is a {type(out).__name__}; it must be a NumPy array, or None")
-    if out.shape != shape or out.dtype != dtype:
-        raise ValueError(
-            f"rotary_embedding: out has shape {out.shape} and dtype {out.dtype}; they must be {shape} and {dtype}, "
-            "those of the result"
-        )
-    if not out.flags.writeable:
-        raise ValueError("rotary_embedding: out is read-only; pass a writable array (out.copy() is)")
-    reach = out.itemsize
-    for step, n in sorted((abs(step), n) for step, n in zip(out.strides, out.shape, strict=True) if n > 1):
-        if step < reach and out.size:
-            raise ValueError(
-                f"rotary_embedding: out has shape {out.shape} and strides {out.strides}, so that elements share "
-                "memory; pass an array that does not overlap itself"
-            )
-        reach += (n - 1) * step
 
 
 # ---- what turns the pairs ----
@@ -416,7 +396,7 @@ def rotary_embedding(
     if out is None:
         out = np.empty(array.shape, dtype)
     else:
-        _check_out(out, array.shape, dtype)
+        check_out("rotary_embedding", out, array.shape, dtype)
         if turn.cosines is not None and turn.sines is not None:
             turn = turn._replace(cosines=_not_in(out, turn.cosines), sines=_not_in(out, turn.sines))
         places = places if places.array is None else places._replace(array=_not_in(out, places.array))

@@ -34,6 +34,11 @@
 #define AT_MAX_VECTORS 3 /* widest tile, in vectors of rows */
 #define AT_MAX_ROWS 48   /* rows of the largest block of any ISA */
 #define AT_ALIGN 64
+#ifdef _WIN32 /* everything else in the library is hidden */
+#define AT_EXPORTED __declspec(dllexport)
+#else
+#define AT_EXPORTED __attribute__((visibility("default")))
+#endif
 #define AT_PANEL 16    /* keys per panel, the layout of stored keys: panel[d][AT_PANEL] */
 #define AT_FEW_KEYS 64 /* keys that few_scores brings into panels at once */
 
@@ -222,7 +227,7 @@ int at_isa_supported(int index);    /* this processor and operating system can r
 /* pool.c. task(job, index, slot): index < tasks, slot < threads names the scratch of the running thread. */
 typedef void (*at_task)(void* job, ptrdiff_t index, int slot);
 void at_pool_run(at_task task, void* job, ptrdiff_t tasks, int threads);
-int at_pool_workers(void);      /* threads started so far */
+AT_EXPORTED int at_pool_workers(void); /* threads started so far; found by this name in the loaded library */
 void* at_scratch(size_t bytes); /* this thread's scratch, AT_ALIGN aligned, kept; NULL: no memory */
 
 /* encode.c. Rows of the encoding of first_position, first_position + 1, ... at out + row * row_stride_bytes, each
