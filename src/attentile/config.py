@@ -196,22 +196,22 @@ def _from_environment() -> tuple[int, str] | None:
 
 def _default_threads() -> tuple[int, str]:
     global _default
-    if _default is None:
-        _default = _from_environment()
-    if _default is None:
-        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    found = _default or _from_environment()  # read once: another thread may reset it in between
+    if found is None:
+        # That of the process's first thread: the calling one may have been put on a single CPU.
+        cpus = len(os.sched_getaffinity(os.getpid())) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
         source, quota = "CPUs this process may use", _cgroup_quota()
         if quota is not None and math.ceil(quota) < cpus:
             cpus, source = max(1, math.ceil(quota)), "cgroup CPU quota"
-        _default = min(cpus, _MAX_THREADS), source
-    return _default
+        found = min(cpus, _MAX_THREADS), source
+    _default = found
+    return found
 
 
 def process_threads() -> tuple[int, str]:
     """(threads, where the number came from) outside of every num_threads() block."""
-    if _process_threads is not None:
-        return _process_threads, "set_num_threads()"
-    return _default_threads()
+    n = _process_threads
+    return _default_threads() if n is None else (n, "set_num_threads()")
 
 
 def limit_process_threads(n: int) -> None:
@@ -235,8 +235,8 @@ def get_num_threads() -> int:
     """Number of threads that a call without ``num_threads=`` may use here.
 
     The first that is there counts: a `num_threads` block, `set_num_threads`, ATTENTILE_NUM_THREADS, OMP_NUM_THREADS,
-    the CPUs this process may use (affinity) capped by its cgroup quota. Small calls use fewer threads. Where
-    threadpoolctl is installed, its ``threadpool_limits`` calls `set_num_threads`, as for other libraries.
+    the CPUs this process may use (its affinity, on Linux) capped by its cgroup quota. Small calls use fewer threads.
+    Where threadpoolctl is installed, its ``threadpool_limits`` calls `set_num_threads`, as for other libraries.
 
     Returns
     -------
@@ -287,7 +287,9 @@ def num_threads(n: int) -> Iterator[None]:
     Parameters
     ----------
     n : int
-        Threads, at least 1. The argument ``num_threads=`` of a call still goes first.
+        Threads, at least 1. The argument ``num_threads=`` of a call still goes first. Threads that are started within
+        the block are others, unless Python hands them its context (``sys.flags.thread_inherit_context``, the default of
+        free-threaded builds).
 
     Returns
     -------
@@ -360,12 +362,13 @@ def show_config(as_dict: bool = False) -> dict[str, Any] | None:
     ('numpy', 'use_backend()')
     """
     threads, source = _threads_and_source()
+    core = active
     config: dict[str, Any] = {
         "version": version(),
-        "backend": "compiled" if active is not None else "numpy",
+        "backend": "compiled" if core is not None else "numpy",
         "backend_why": _why_backend,
-        "isa": active.get_isa() if active is not None else "none (NumPy)",
-        "isa_why": _why_isa if active is not None else _why_backend,
+        "isa": core.get_isa() if core is not None else "none (NumPy)",
+        "isa_why": _why_isa if core is not None else _why_backend,
         "isas_here": [isa for isa, there in _core.isas().items() if there] if _core is not None else [],
         "isas_built": list(_core.isas()) if _core is not None else [],
         "threads": threads,

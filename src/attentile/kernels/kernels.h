@@ -26,8 +26,16 @@
 #ifndef AT_KERNELS_H
 #define AT_KERNELS_H
 
+#include <float.h>
 #include <stddef.h>
 #include <stdint.h>
+
+/* Addresses of pages are held in signed words, and sums must round to their own format: a build for anything else fails,
+ * which leaves the pure-NumPy package. */
+_Static_assert(sizeof(void*) == 8, "the core is for processors of 64 bits");
+#if defined(FLT_EVAL_METHOD) && FLT_EVAL_METHOD == 2
+#error "the core needs arithmetic in float and double, not in long double"
+#endif
 
 #define AT_CHUNK 256     /* keys per chunk: part of the contract, see ORDER */
 #define AT_WORD 32       /* keys per mask word */
@@ -228,7 +236,7 @@ int at_isa_supported(int index);    /* this processor and operating system can r
 typedef void (*at_task)(void* job, ptrdiff_t index, int slot);
 void at_pool_run(at_task task, void* job, ptrdiff_t tasks, int threads);
 AT_EXPORTED int at_pool_workers(void); /* threads started so far; found by this name in the loaded library */
-void* at_scratch(size_t bytes); /* this thread's scratch, AT_ALIGN aligned, kept; NULL: no memory */
+void* at_scratch(size_t bytes);        /* this thread's scratch, AT_ALIGN aligned, kept; NULL: no memory */
 
 /* encode.c. Rows of the encoding of first_position, first_position + 1, ... at out + row * row_stride_bytes, each
  * d_model > 0 doubles (single != 0: floats, rounded once). ratio = base^(-2 / d_model). |first_position| and
