@@ -29,7 +29,8 @@ ABI3 = os.environ.get("ATTENTILE_ABI3") == "1"
 REQUIRE_COMPILED = os.environ.get("ATTENTILE_REQUIRE_COMPILED") == "1"
 NOT_BUILT = """
 attentile: the compiled core was not built ({}).
-attentile: installing the pure-NumPy package, which is right but slow.
+attentile: installing the pure-NumPy package, which is right but slow. When what is missing is there, reinstall with
+attentile: pip install --no-cache-dir --force-reinstall --no-deps, because pip keeps the package that it built now.
 """
 
 # Instruction set -> flags. One row per <isa>.c; dispatch.c has the same list. No -march=native: a wheel must run
@@ -45,6 +46,7 @@ def instruction_sets(target: str) -> dict[str, list[str]]:
     """The rows of the platform that is built for (sysconfig's name of it: this machine may be another)."""
     if target.endswith("universal2"):  # both in one go; a file is empty for the processor it is not for
         x86_64 = {name: [word for flag in flags for word in ("-Xarch_x86_64", flag)] for name, flags in X86_64.items()}
+        x86_64 = {name: [*flags, "-Wno-unused-command-line-argument"] for name, flags in x86_64.items()}
         return {"generic": [], **x86_64, **AARCH64}
     if target.endswith(("x86_64", "amd64")):
         return {"generic": [], **X86_64}
@@ -79,7 +81,8 @@ def spelled(flags: list[str], compiler_type: str) -> list[str]:
 
 def find_clang_cl(cl: str) -> str:
     """clang-cl from the PATH, or from the Visual Studio that holds `cl` (VC/Tools/MSVC/<version>/bin/...)."""
-    beside = [parent / "Llvm" / "x64" / "bin" for parent in Path(cl).parents if parent.name == "Tools"]
+    machine = "ARM64" if sysconfig.get_platform() == "win-arm64" else "x64"
+    beside = [parent / "Llvm" / machine / "bin" for parent in Path(cl).parents if parent.name == "Tools"]
     found = shutil.which("clang-cl") or shutil.which("clang-cl", path=os.pathsep.join(map(str, beside)) or None)
     if found is None:
         raise RuntimeError(

@@ -259,6 +259,12 @@ def test_nothing_is_appended_where_no_page_is(impl, n):
     assert_array_equal(cache.attend(k[:, :, :1]), k[:, :, n:])
 
 
+def test_addresses_of_the_upper_half_of_memory():
+    """Of 32 bits of addresses programs have them all."""
+    half = 2 ** (8 * np.dtype(np.intp).itemsize - 1)
+    assert pages.signed([64, half - 64, half, 2 * half - 64]) == [64, half - 64, -half, -64]
+
+
 # ---- broken off ----
 
 

@@ -282,7 +282,10 @@ def test_a_failed_save_leaves_the_older_file(tmp_path, monkeypatch):
 def test_a_link_stays_a_link_and_the_mode_is_usual(tmp_path):
     (tmp_path / "folder").mkdir()
     link = tmp_path / "link"
-    link.symlink_to(tmp_path / "folder" / "target")
+    try:
+        link.symlink_to(tmp_path / "folder" / "target")
+    except OSError:  # Windows asks for a privilege
+        pytest.skip("no links can be made here")
     made().save(link)
     assert link.is_symlink()
     assert KVCache.load(link).length == 21

@@ -220,7 +220,11 @@ def strided(*strides: int) -> np.ndarray:
 ARGUMENTS = [
     ({"x": np.zeros(8)}, ValueError, r"x has shape \(8,\); it needs at least two axes"),
     ({"x": X.astype(complex)}, TypeError, "an array has dtype complex128"),
-    ({"x": X.astype(np.longdouble)}, TypeError, "an array has dtype (longdouble|float128)"),
+    *(
+        ({"x": X.astype(x)}, TypeError, "an array has dtype (longdouble|float128)")
+        for x in [np.longdouble]
+        if np.dtype(x) != np.float64  # on Windows and on Apple's processors it is the same
+    ),
     ({"x": X[..., :7]}, ValueError, "the last axis of x is 7; the number .* must be even.*rotary_dim=6"),
     ({"x": X[..., :1]}, ValueError, "the last axis of x is 1; x needs at least two elements"),
     ({"x": X[..., :0]}, ValueError, "the last axis of x is 0; x needs at least two elements"),

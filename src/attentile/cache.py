@@ -236,8 +236,9 @@ class KVCache:
 
     def _write(self, k: Array, v: Array, starts: Index, counts: Index) -> None:
         """Backend: the first counts[b] tokens of item b go to starts[b] ... of opened pages. k, v: as ready() gives."""
-        if config.active is not None and k.size:
-            config.active.store_tokens(k, v, self._shape, self._pages.table, starts, counts)
+        core = config.active
+        if core is not None and k.size:
+            core.store_tokens(k, v, self._shape, self._pages.table, starts, counts)
         else:
             for item, n in enumerate(counts):
                 self._pages.write(item, int(starts[item]), k[item, :, :n], v[item, :, :n])
@@ -246,10 +247,10 @@ class KVCache:
         """Arrays that the core's view holds are others now. By default no page may be written to as it is."""
         nothing = np.zeros_like(self._lengths)
         self._writable, self._own_from = (nothing if index is None else index for index in (writable, own_from))
-        self._made = None
-        if config.active is not None and self.batch:
+        self._made, core = None, config.active
+        if core is not None and self.batch:
             left, capacity = (-1 if n is None else n for n in (self.window and self.window[0], self.capacity))
-            self._made = config.active.CacheView(
+            self._made = core.CacheView(
                 self._shape, self._pages.table, self._lengths, self._held_from, self._writable, self.dtype, left,
                 self.sinks, capacity,
             )  # fmt: skip

@@ -40,6 +40,12 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
+def signed(addresses: list[int]) -> list[int]:
+    """Addresses as tables hold them: those of the upper half of the memory are negative."""
+    numbers: list[int] = np.array(addresses, np.uintp).view(np.intp).tolist()
+    return numbers
+
+
 class PagePool:
     """The pages of a cache and of all its forks.
 
@@ -73,8 +79,9 @@ class PagePool:
         skip = -slab.ctypes.data % _ALIGNMENT
         items = slab[skip : skip + pages * self.page_items * self.dtype.itemsize].view(self.dtype)
         cut = [items[i * self.page_items : (i + 1) * self.page_items] for i in range(pages)]
-        self._pages.update((page.ctypes.data, page) for page in cut)
-        self._free += [page.ctypes.data for page in reversed(cut)]
+        addresses = signed([page.ctypes.data for page in cut])
+        self._pages.update(zip(addresses, cut, strict=True))
+        self._free += reversed(addresses)
 
     def page(self, address: int) -> Array:
         """The elements of a page on one axis."""
