@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.machinery
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -87,8 +88,10 @@ def test_threads_from_the_environment(environment, threads, why):
     assert (shown["threads"], shown["threads_why"]) == (threads, why)
 
 
-def test_a_wrong_number_in_the_environment_counts_as_absent():
-    assert config_of(ATTENTILE_NUM_THREADS="many", OMP_NUM_THREADS="0")["threads"] == config_of()["threads"]
+def test_a_wrong_number_for_openmp_counts_as_absent():
+    assert config_of(OMP_NUM_THREADS="0")["threads"] == config_of(OMP_NUM_THREADS="many")["threads"]
+    assert config_of(OMP_NUM_THREADS="many")["threads_why"] != "OMP_NUM_THREADS"
+    assert config_of(ATTENTILE_NUM_THREADS=" ", OMP_NUM_THREADS="3")["threads"] == 3
 
 
 def test_order_of_thread_settings():
@@ -193,3 +196,30 @@ def test_a_core_that_cannot_be_loaded_is_an_error(tmp_path):
     (package / f"_core{compiled_suffixes[0]}").write_bytes(b"not a library")
     assert "ImportError" in python(SHOW, **path).stderr
     assert config_of(ATTENTILE_BACKEND="numpy", **path)["backend"] == "numpy"
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"ATTENTILE_BACKEND": "numpy", "ATTENTILE_ISA": "avx2"}, "ATTENTILE_ISA can't be met: .*goes with backend"),
+        ({"ATTENTILE_BACKEND": "numpy", "ATTENTILE_ISA": "junk"}, "ATTENTILE_ISA can't be met: .*goes with backend"),
+        ({"ATTENTILE_BACKEND": "junk", "ATTENTILE_ISA": "avx2"}, "ATTENTILE_BACKEND can't be met: .*'junk'"),
+        (
+            {"ATTENTILE_NUM_THREADS": "abc"},
+            "ATTENTILE_NUM_THREADS can't be met: .*'abc'; it must be a positive",
+        ),
+        ({"ATTENTILE_NUM_THREADS": "0"}, "ATTENTILE_NUM_THREADS can't be met: .*'0'"),
+        ({"ATTENTILE_NUM_THREADS": "-2"}, "ATTENTILE_NUM_THREADS can't be met: .*'-2'"),
+        ({"ATTENTILE_NUM_THREADS": "1.5", "OMP_NUM_THREADS": "2"}, "ATTENTILE_NUM_THREADS can't be met"),
+    ],
+)
+def test_a_forced_setting_that_makes_no_sense_is_an_error(environment, message):
+    done = python("import attentile", **environment)
+    assert done.returncode != 0
+    assert re.search(f"ImportError: attentile: {message}", done.stderr)
+
+
+def test_version():
+    assert attentile.__version__ == attentile.show_config(as_dict=True)["version"]
+    with pytest.raises(AttributeError, match="module 'attentile' has no attribute 'nothing'"):
+        attentile.nothing  # noqa: B018

@@ -43,3 +43,12 @@ __all__ = [
 ]
 
 _introduce()
+
+
+def __getattr__(name: str) -> str:
+    """__version__, looked up when it is asked for: reading an installation's metadata takes as long as this import."""
+    if name == "__version__":
+        from .config import version
+
+        return version()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -249,8 +249,8 @@ def attend_plain(q, k, v, scale, int threads):
     dtype = q.dtype
     if k.dtype is not dtype or v.dtype is not dtype or q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         return None
-    if scale is not None and (type(scale) is not float or not isfinite(scale)):
-        return None
+    if scale is not None and (type(scale) is not float or not isfinite(<float> (<double> scale * LOG2E))):
+        return None                             # float64 has more room: the general way sees to it
     if dtype is float32:
         return attend_plain_typed[float](q, k, v, dtype, scale, threads)
     if dtype is float64:

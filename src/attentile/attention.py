@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from . import config
-from .call import Call, attend, check_out, prepare
+from .call import Call, attend, check_out, prepare, rounded
 from .reference import ScoreMod
 
 Array = NDArray[Any]
@@ -140,7 +140,7 @@ def attention(
     segments : array_like of int, shape (..., S), or a pair (..., L), (..., S), optional
         Packed sequences: a query sees the keys with its id. `segment_ids` makes ids from lengths.
     scale : float, optional
-        Any finite number; default 1 / sqrt(D).
+        Any number whose product with log2(e) is finite in the arithmetic's dtype; default 1 / sqrt(D).
     softcap : float, optional
         Positive: scores become softcap * tanh(score / softcap), before bias and masks.
     sinks : array_like of float, shape (Hq,), optional
@@ -149,8 +149,8 @@ def attention(
         slope * abs(query position - key position) is subtracted from the scores (`alibi_slopes` gives the usual ones).
     score_mod : callable, optional
         For experiments: scores = score_mod(scores, b, h, i, j) after every other change and before the masks, on tiles
-        of a head's scores. b counts the batch items, i (rows, 1) and j (1, S) are the query and key indices. Runs in
-        NumPy, an order of magnitude slower than everything else.
+        of a head's scores. b counts the batch items, i (rows, 1) and j (1, S) are the query and key indices. A score
+        of -inf excludes the key, as a bias does. Runs in NumPy, an order of magnitude slower than everything else.
     return_lse : bool
         Also return the natural logarithm of the sum of exp of the scores, shape (..., Hq, L).
     return_weights : bool
@@ -169,7 +169,8 @@ def attention(
     Raises
     ------
     TypeError
-        A mask that is not bool, a bias that is not floating, an unsupported dtype, a window that is not a pair.
+        A mask that is not bool, a bias that is not floating, an unsupported dtype, a masked array, a window that is not
+        a pair.
     ValueError
         Shapes that do not fit, D = 0, causal=True or a window where the positions of the queries are ambiguous, an
         `out` that is read-only, overlaps itself or has another shape or dtype. Every check runs before any work.
@@ -256,11 +257,11 @@ def _result(
     index = (0,) * call.drop
     computed = target[index] if call.drop else target
     if out is None:
-        out = computed.astype(call.dtype, copy=False)
+        out = rounded(computed, call.dtype)
     elif not np.may_share_memory(out, target):
-        out[...] = computed
+        out[...] = rounded(computed, out.dtype)
     if lse is None and weights is None:
         return out
     if weights is not None:
-        weights = weights[index].astype(call.dtype, copy=False)
+        weights = rounded(weights[index], call.dtype)
     return AttentionResult(out, lse if lse is None else lse[index], weights)

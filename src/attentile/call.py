@@ -17,10 +17,13 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from . import config, reference
+from .integers import real
 from .masks import Structure, structure
 
 Array = NDArray[Any]
 
+
+LOG2E = 1.4426950408889634
 
 # ---- dtypes ----
 
@@ -48,9 +51,21 @@ def promoted(function: str, *arrays: Array) -> tuple[np.dtype[Any], np.dtype[Any
     return compute, compute if dtype.kind in "iub" else dtype.newbyteorder("=")
 
 
+def rounded(array: Array, dtype: np.dtype[Any]) -> Array:
+    """The array in this dtype, itself if it has it. Small numbers become subnormal or 0 without a word.
+
+    That is what rounding to a dtype means, whatever np.seterr() says about the program around; only a finite number
+    that becomes Inf is NumPy's to report.
+    """
+    if array.dtype == dtype:
+        return array
+    with np.errstate(under="ignore", invalid="ignore"):
+        return array.astype(dtype)
+
+
 def ready(array: Array, dtype: np.dtype[Any]) -> Array:
     """The array in this dtype, native, aligned, last axis contiguous: itself whenever it already is."""
-    array = array.astype(dtype, copy=False)
+    array = rounded(array, dtype)
     if not array.flags.aligned or (array.shape[-1] > 1 and array.strides[-1] != array.itemsize):
         array = array.copy(order="C")
     return array
@@ -61,7 +76,7 @@ def _bias_in(bias: Array, dtype: np.dtype[Any]) -> Array:
     if bias.dtype.itemsize > dtype.itemsize:
         largest = np.finfo(dtype).max
         bias = np.where(np.isinf(bias), bias, np.clip(bias, -largest, largest))
-    bias = bias.astype(dtype, copy=False)
+    bias = rounded(bias, dtype)
     return bias if bias.flags.aligned else bias.copy()
 
 
@@ -96,7 +111,7 @@ def check_scale(function: str, scale: Any) -> float | None:
     if scale is None:
         return None
     try:
-        number = float(scale)
+        number = real(scale)
     except (TypeError, ValueError):
         raise TypeError(f"{function}: scale is {scale!r}; it must be a number") from None
     if not math.isfinite(number):
@@ -127,16 +142,27 @@ def check_out(function: str, out: Any, shape: tuple[int, ...], dtype: np.dtype[A
         reach += (n - 1) * step
 
 
-def _softcap(softcap: Any) -> float:
+def _factor(scale: float, dtype: np.dtype[Any]) -> float:
+    """scale, which must fit the arithmetic: it is multiplied by log2 e, for the kernels count in powers of 2."""
+    largest = float(np.finfo(dtype).max) / LOG2E
+    if abs(scale) > largest:
+        bounds = f"{-largest:.3g} and {largest:.3g}"
+        raise ValueError(f"attention: scale is {scale}; in {dtype} it must lie between {bounds}")
+    return scale
+
+
+def _softcap(softcap: Any, dtype: np.dtype[Any]) -> float:
     if softcap is None:
         return 0.0
     try:
-        number = float(softcap)
+        number = real(softcap)
     except (TypeError, ValueError):
         raise TypeError(f"attention: softcap is {softcap!r}; it must be a positive number or None") from None
     if not (math.isfinite(number) and number > 0):
         raise ValueError(f"attention: softcap is {number}; it must be positive and finite, None for no cap")
-    return number
+    # Beyond a quarter of the range no score that fits changes by a bit; the smallest normal number, for 2 / softcap.
+    limits = np.finfo(dtype)
+    return min(max(number, float(limits.smallest_normal)), float(limits.max) / 4)
 
 
 def _per_head(name: str, value: Any, heads: int) -> Array | None:
@@ -151,10 +177,19 @@ def _per_head(name: str, value: Any, heads: int) -> Array | None:
     return np.array(array, np.float64)  # a copy: it is read during the pass, and out may overlap it
 
 
+def _slopes(value: Any, heads: int, dtype: np.dtype[Any]) -> Array | None:
+    slopes = _per_head("alibi_slopes", value, heads)
+    if slopes is not None and (np.abs(slopes) > np.finfo(dtype).max).any():
+        raise ValueError(f"attention: alibi_slopes has {np.abs(slopes).max()}; slopes must be finite in {dtype}")
+    return slopes
+
+
 def _broadcast(name: str, array: Array, shape: tuple[int, ...]) -> Array:
     try:
         return np.broadcast_to(array, shape)
     except ValueError:
+        if len(shape) == 2 and array.ndim == 3 and array.shape[0] == 1:  # the one head of q, k, v without a head axis
+            return _broadcast(name, array[0], shape)
         raise ValueError(
             f"attention: {name} has shape {array.shape}, which does not broadcast to {shape}, the shape of the scores"
         ) from None
@@ -250,6 +285,13 @@ def prepare(
     stored: k and v only stand for shape and dtype of what a cache holds, and stay as they are. kept: rows see the first
     keys whatever the lower ends of their intervals, so a mask must not become one.
     """
+    given = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias}
+    for name, array in given.items():
+        if isinstance(array, np.ma.MaskedArray):
+            raise TypeError(
+                f"attention: {name} is a masked array, whose mask would be lost; pass {name}.filled(...), and keys to "
+                "leave out as mask="
+            )
     q, k, v = np.asarray(q), np.asarray(k), np.asarray(v)
     for name, array in (("q", q), ("k", k), ("v", v)):
         if array.ndim < 2:
@@ -260,14 +302,13 @@ def prepare(
     lead, heads = _shapes(q, k, v), q.shape[-3]
     scores = (*lead, *q.shape[-3:-1], k.shape[-2])
     threads, factor = config.threads_for(num_threads, "attention"), check_scale("attention", scale)
-    if factor is None:
-        factor = 1.0 / math.sqrt(q.shape[-1])
+    factor = 1.0 / math.sqrt(q.shape[-1]) if factor is None else _factor(factor, compute)
     mask, bias = _mask(mask, scores[drop:]), _bias(bias, scores[drop:], compute)
     if drop:
         mask, bias = mask if mask is None else mask[None], bias if bias is None else bias[None]
     options: dict[str, Any] = {
-        "softcap": _softcap(softcap), "sinks": _per_head("sinks", sinks, heads),
-        "slopes": _per_head("alibi_slopes", alibi_slopes, heads),
+        "softcap": _softcap(softcap, compute), "sinks": _per_head("sinks", sinks, heads),
+        "slopes": _slopes(alibi_slopes, heads, compute),
     }  # fmt: skip
     if score_mod is not None:
         if not callable(score_mod):

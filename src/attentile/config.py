@@ -191,6 +191,8 @@ def _from_environment() -> tuple[int, str] | None:
             count = _MAX_THREADS
         if count > 0:
             return min(count, _MAX_THREADS), name
+        if os.environ.get(name, "").strip() and name.startswith("ATTENTILE"):  # nonsense for OpenMP is OpenMP's matter
+            raise ValueError(f"{name} is {os.environ[name]!r}; it must be a positive integer")
     return None
 
 
@@ -387,16 +389,18 @@ def show_config(as_dict: bool = False) -> dict[str, Any] | None:
 
 
 def _read_environment() -> None:
-    """ATTENTILE_BACKEND and ATTENTILE_ISA; what is forced and not there is an error, never a silent other choice."""
-    backend, isa = os.environ.get("ATTENTILE_BACKEND"), os.environ.get("ATTENTILE_ISA")
+    """The variables ATTENTILE_...; what is forced and not there is an error, never a silent other choice."""
+    backend, isa, name = os.environ.get("ATTENTILE_BACKEND"), os.environ.get("ATTENTILE_ISA"), "ATTENTILE_BACKEND"
     try:
         if backend:
-            _activate(backend, None, "ATTENTILE_BACKEND")
-        if isa and backend != "numpy":
-            _activate("compiled", isa, "ATTENTILE_ISA")
+            _activate(backend, None, name)
+        if isa:
+            name = "ATTENTILE_ISA"
+            _activate(backend or "compiled", isa, name)
+        name = "ATTENTILE_NUM_THREADS"
+        _from_environment()
     except ValueError as error:
-        forced = "ATTENTILE_ISA" if isa else "ATTENTILE_BACKEND"
-        raise ImportError(f"attentile: {forced} can't be met: {error}") from None
+        raise ImportError(f"attentile: {name} can't be met: {error}") from None
 
 
 _read_environment()

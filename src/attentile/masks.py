@@ -48,6 +48,8 @@ class Structure:
 def _per_item(name: str, value: Any, lead: tuple[int, ...]) -> Index:
     """An integer, or one per batch item, as an array whose axes broadcast against the batch axes."""
     array = np.asarray(value)
+    if array.size == 0 and array.dtype == np.float64:  # [], for no items
+        array = array.astype(np.intp)
     if array.dtype.kind not in "iu":
         raise TypeError(f"attention: {name} has dtype {array.dtype}; it must be an integer, or one per batch item")
     if array.dtype.kind == "u":

@@ -48,6 +48,9 @@ def merge_attention(parts: Iterable[Part]) -> AttentionResult:
     lse leaves the sinks of `attention` out, so a sink must be applied once, at the end: compute the parts without it,
     merge, and multiply out by 1 / (1 + exp(sink - lse)), the share of the softmax that the sink leaves.
 
+    A part's weight is known as exactly as its lse, one number of limited precision: where all scores of a row are large
+    (a bias of -1e30 on every key, say), the logarithm of the number of keys is lost in it, and the parts' shares are.
+
     Examples
     --------
     >>> import numpy as np

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from .attention import OPTIONS, AttentionResult, attention
 from .cache import KVCache
-from .call import check_out, check_scale, promoted
+from .call import check_out, check_scale, promoted, rounded
 from .checkpoints import find_attention
 from .masks import positive_index
 from .projections import NAME, Projections, matrix, times, vector, width_per_head
@@ -293,7 +293,7 @@ class MultiHeadAttention:
         given = _rows("context", context, self.d_context)
         compute, dtype = promoted(NAME, given, self._like)
         k, v = self._project.keys_values(given, compute)
-        return k.astype(dtype, copy=False), v.astype(dtype, copy=False)
+        return rounded(k, dtype), rounded(v, dtype)
 
     def _source(self, context: Any) -> Array | tuple[Array, Array] | None:
         """The checked context: rows to project, or keys and values that are projected already."""
@@ -371,7 +371,7 @@ class MultiHeadAttention:
         q = self._project.queries(plan.x, plan.compute)
         if not isinstance(plan.context, tuple):
             return q, *self._project.keys_values(plan.context, plan.compute)
-        k, v = (array.astype(plan.compute, copy=False) for array in plan.context)
+        k, v = (rounded(array, plan.compute) for array in plan.context)
         return q, k, v
 
     def _turn(self, x: Array, positions: Any) -> Array:
@@ -408,7 +408,7 @@ class MultiHeadAttention:
         index = (0,) * plan.drop
         projected = times(beside, self._w_o, self._b_o, plan.compute)[index]
         if out is None:
-            out = projected.astype(plan.dtype, copy=False)
+            out = rounded(projected, plan.dtype)
         else:
             out[...] = projected
         if not isinstance(result, AttentionResult):
@@ -416,7 +416,7 @@ class MultiHeadAttention:
         lse, weights = result.lse, result.weights
         return AttentionResult(
             out, None if lse is None else lse[index],
-            None if weights is None else weights[index].astype(plan.dtype, copy=False),
+            None if weights is None else rounded(weights[index], plan.dtype),
         )  # fmt: skip
 
 

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .call import rounded
+
 Array = NDArray[Any]
 
 NAME = "MultiHeadAttention"  # errors carry the name of the class that people call
@@ -57,10 +59,10 @@ def times(x: Array, weight: Array, bias: Array | None, dtype: np.dtype[Any]) -> 
 
     One product of two matrices whatever the batch axes are: NumPy would make one product per batch item.
     """
-    flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).astype(dtype, copy=False)
-    product: Array = flat @ weight.astype(dtype, copy=False)
+    flat = rounded(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), dtype)
+    product: Array = flat @ rounded(weight, dtype)
     if bias is not None:
-        product += bias.astype(dtype, copy=False)
+        product += rounded(bias, dtype)
     return product.reshape(*x.shape[:-1], weight.shape[1])
 
 

@@ -69,6 +69,7 @@ class _Scores:
                 scores = scores - real(self.slopes[h]) * distance
         if self.score_mod is not None:
             scores = _modified(self.score_mod, scores, b, h, i, j)
+            allowed &= scores != -np.inf
         return scores, allowed
 
 
@@ -79,7 +80,8 @@ def _modified(score_mod: ScoreMod, scores: Array, b: int, h: int, i: Array, j: A
             f"attention: score_mod returned shape {changed.shape} and dtype {changed.dtype} for scores {scores.shape}; "
             "it must return floating scores of the same shape"
         )
-    return changed.astype(scores.dtype, copy=False)
+    with np.errstate(all="ignore"):
+        return changed.astype(scores.dtype, copy=False)
 
 
 def _softmax(scores: Array, allowed: Array) -> tuple[Array, Array]:
@@ -121,7 +123,7 @@ def attend(
             scores, allowed = np.where(allowed, scores, scores.dtype.type(fill)), np.ones_like(allowed)
         p, row_lse = _softmax(scores, allowed)
         if sinks is not None:
-            with np.errstate(over="ignore"):  # exp -> inf: the sink takes all
+            with np.errstate(all="ignore"):  # exp -> inf: the sink takes all
                 p = (p / (1 + np.exp(sinks[h] - row_lse.astype(np.float64)))[:, None]).astype(q.dtype)
         out[b, h, rows] = _values(p, v[b, h // group], allowed)
         if lse is not None:

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from . import config
-from .call import attend, promoted, ready
+from .call import attend, promoted, ready, rounded
+from .integers import real
 from .masks import positive_index
 
 Array = NDArray[Any]
@@ -30,7 +31,7 @@ def _self_attention(
         if array.ndim < 2:
             raise ValueError(f"{function}: {name} has shape {array.shape}; it needs at least two axes, (rows, width)")
     try:
-        scale = float(d_k)
+        scale = real(d_k)
     except (TypeError, ValueError):
         raise TypeError(f"{function}: d_k is {d_k!r}; it must be a positive number") from None
     if not (math.isfinite(scale) and scale > 0):
@@ -53,7 +54,7 @@ def _self_attention(
         mask=None if allowed is None else _with_heads(allowed, lead), weights=_with_heads(weights, lead),
         fill=MASKED_SCORE,
     )  # fmt: skip
-    return out.astype(dtype, copy=False), weights.astype(dtype, copy=False)
+    return rounded(out, dtype), rounded(weights, dtype)
 
 
 def _allowed(function: str, mask: ArrayLike | None, scores: tuple[int, ...]) -> Array | None:
@@ -226,7 +227,7 @@ def multi_head_attention(
     if mask is not None and np.ndim(mask) > 2:
         mask = np.asarray(mask)[..., None, :, :]  # the head axis
     allowed = _allowed(name, mask, (*lead, num_heads, length, length))
-    x = x.astype(compute, copy=False)
+    x = rounded(x, compute)
     q, k, v = (
         _project(x, w, b, compute).reshape(*lead, length, num_heads, d_k).swapaxes(-2, -3)
         for w, b in zip(weights[:3], biases[:3], strict=True)
@@ -237,7 +238,7 @@ def multi_head_attention(
         fill=MASKED_SCORE,
     )  # fmt: skip
     out = _project(concatenated.reshape(*lead, length, d_model), weights[3], biases[3], compute)
-    return out.astype(dtype, copy=False)
+    return rounded(out, dtype)
 
 
 def _checked(function: str, name: str, value: ArrayLike, shape: tuple[int, ...]) -> Array:
@@ -248,5 +249,5 @@ def _checked(function: str, name: str, value: ArrayLike, shape: tuple[int, ...])
 
 
 def _project(x: Array, weight: Array, bias: Array | None, dtype: np.dtype[Any]) -> Array:
-    projected: Array = x @ weight.astype(dtype, copy=False)
-    return projected if bias is None else projected + bias.astype(dtype, copy=False)
+    projected: Array = x @ rounded(weight, dtype)
+    return projected if bias is None else projected + rounded(bias, dtype)
