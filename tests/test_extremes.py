@@ -190,3 +190,9 @@ def test_biases_with_an_axis_for_the_one_head(impl):
     for wrong in (np.zeros((2, 4, 4)), np.zeros((1, 1, 4, 4)), np.zeros((1, 5, 4))):
         with pytest.raises(ValueError, match="does not broadcast"):
             attention(X, X, X, bias=wrong)
+
+
+def test_the_message_about_a_mask_of_the_textbook_tells_what_was_given(impl):
+    w = np.eye(4)
+    with pytest.raises(ValueError, match=r"mask has shape \(2, 1, 3, 3\), which does not broadcast to \(2, 3, 3\)"):
+        multi_head_attention(np.ones((2, 3, 4)), 4, 2, w, w, w, w, mask=np.ones((2, 1, 3, 3), bool))

@@ -224,9 +224,9 @@ def multi_head_attention(
     arrays = [x, *weights, *[b for b in biases if b is not None]]
     compute, dtype = promoted(name, *arrays)
     d_k, length, lead = d_model // num_heads, x.shape[-2], x.shape[:-2]
-    if mask is not None and np.ndim(mask) > 2:
-        mask = np.asarray(mask)[..., None, :, :]  # the head axis
-    allowed = _allowed(name, mask, (*lead, num_heads, length, length))
+    allowed = _allowed(name, mask, (*lead, length, length))
+    if allowed is not None:
+        allowed = np.broadcast_to(allowed[..., None, :, :], (*lead, num_heads, length, length))
     x = rounded(x, compute)
     q, k, v = (
         _project(x, w, b, compute).reshape(*lead, length, num_heads, d_k).swapaxes(-2, -3)
