@@ -7,7 +7,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 import attentile
-from attentile import KVCache, attention, causal_attention, multi_head_attention, self_attention
+from attentile import KVCache, attention, causal_attention, multi_head_attention, onnx, self_attention
 
 RNG = np.random.default_rng(0)
 REALS = [np.float32, np.float64]
@@ -196,3 +196,35 @@ def test_the_message_about_a_mask_of_the_textbook_tells_what_was_given(impl):
     w = np.eye(4)
     with pytest.raises(ValueError, match=r"mask has shape \(2, 1, 3, 3\), which does not broadcast to \(2, 3, 3\)"):
         multi_head_attention(np.ones((2, 3, 4)), 4, 2, w, w, w, w, mask=np.ones((2, 1, 3, 3), bool))
+
+
+def test_dtypes_without_a_common_one(impl):
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    x = np.ones((1, 2, 3, 4))
+    half, brain = x.astype(np.float16), x.astype(ml_dtypes.bfloat16)
+    with pytest.raises(TypeError, match=r"^attention: NumPy has no common dtype of bfloat16, float16; convert with"):
+        attention(half, brain, half)
+    with pytest.raises(TypeError, match=r"^merge_attention: NumPy has no common dtype"):
+        attentile.merge_attention([(half, x[..., 0]), (brain, x[..., 0])])
+
+
+Y = np.ones((1, 2, 3, 4), np.float32)
+WRONG_KINDS = {
+    "onnx scale": (lambda: onnx.attention(Y, Y, Y, scale="1"), "onnx.attention: scale is '1'; it must be a number"),
+    "onnx softcap": (
+        lambda: onnx.attention(Y, Y, Y, softcap="1"),
+        "onnx.attention: softcap is '1'; it must be a number",
+    ),
+    "onnx axis": (
+        lambda: onnx.tensor_scatter(Y, Y, axis=2.0),
+        "onnx.tensor_scatter: axis is 2.0; it must be an integer",
+    ),
+    "isa": (lambda: attentile.use_backend("compiled", 5), "use_backend: isa is 5; it must be the name"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_KINDS)
+def test_messages_name_the_function_and_the_argument(compiled, name):
+    call, message = WRONG_KINDS[name]
+    with pytest.raises(TypeError, match=f"^{message}"):
+        call()

@@ -46,7 +46,11 @@ def promoted(function: str, *arrays: Array) -> tuple[np.dtype[Any], np.dtype[Any
     """(dtype of the arithmetic, dtype of the result) for arrays that are used together."""
     for array in arrays:
         _computed_in(array.dtype, function)
-    dtype = np.result_type(*arrays)
+    try:
+        dtype = np.result_type(*arrays)
+    except TypeError:
+        dtypes = ", ".join(sorted({str(array.dtype) for array in arrays}))
+        raise TypeError(f"{function}: NumPy has no common dtype of {dtypes}; convert with .astype()") from None
     compute = _computed_in(dtype, function)
     return compute, compute if dtype.kind in "iub" else dtype.newbyteorder("=")
 

@@ -70,6 +70,8 @@ def _activate(name: str, isa: str | None, why: str) -> None:
     if _core is None:
         raise ValueError(f"use_backend: the compiled core is {_core_missing}; install with a C compiler present")
     if isa is not None:
+        if not isinstance(isa, str):
+            raise TypeError(f"use_backend: isa is {isa!r}; it must be the name of an instruction set")
         _core.set_isa(isa)
         _why_isa = why
     active, _why_backend = _core, why
@@ -106,7 +108,7 @@ def use_backend(name: str, isa: str | None = None) -> AbstractContextManager[Non
 
     Raises
     ------
-    ValueError
+    TypeError, ValueError
         If there is no such backend, the compiled core was not built, or the instruction set is not available here.
 
     Examples

@@ -35,6 +35,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from .attention import AttentionResult, Window
 from .attention import attention as _fused
+from .integers import real
 from .masks import structure
 from .onnx_operators import rotary_embedding, tensor_scatter
 
@@ -88,6 +89,11 @@ def _check_attributes(is_causal: int, mode: int, precision: int | None, softcap:
     if precision is not None and precision not in _PRECISIONS:
         known = ", ".join(f"{number} ({name})" for number, name in _PRECISIONS.items())
         raise ValueError(f"onnx.attention: softmax_precision is {precision!r}; it must be one of {known}")
+    for name, value in (("scale", 1.0 if scale is None else scale), ("softcap", softcap)):
+        try:
+            real(value)
+        except (TypeError, ValueError):
+            raise TypeError(f"onnx.attention: {name} is {value!r}; it must be a number") from None
     if not (math.isfinite(softcap) and softcap >= 0):
         raise ValueError(f"onnx.attention: softcap is {softcap}; it must be positive, or 0 for no cap")
     if scale is not None and not (math.isfinite(scale) and scale >= 0):

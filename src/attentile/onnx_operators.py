@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from .integers import index
 from .rotary import rotary_embedding as _rotary
 
 Array = NDArray[Any]
@@ -164,6 +165,10 @@ def _cache_axis(past: Array, update: Array, axis: int) -> int:
     shapes = f"past_cache has shape {past.shape} and update {update.shape}"
     if past.ndim < 2 or past.ndim != update.ndim:
         raise ValueError(f"onnx.tensor_scatter: {shapes}; they need the same number of axes, at least two")
+    try:
+        axis = index(axis)
+    except TypeError:
+        raise TypeError(f"onnx.tensor_scatter: axis is {axis!r}; it must be an integer") from None
     if not -past.ndim < axis < past.ndim or axis == 0:
         raise ValueError(
             f"onnx.tensor_scatter: axis is {axis}; it must name one of the {past.ndim} axes but not the first, the "
