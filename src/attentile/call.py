@@ -341,6 +341,16 @@ def execute(
     _run(arrays, function, {"scale": scale, "threads": threads, **options})
 
 
+def nothing_to_compute(scores: tuple[int, ...], value_width: int, beside: bool) -> bool:
+    """Whether no result depends on a score: no row, no key, or no value and nothing wanted `beside` the output."""
+    return 0 in scores or (value_width == 0 and not beside)
+
+
+def one_column(v: Array) -> Array:
+    """A column of zeros in the place of values of width 0: the core takes no empty array."""
+    return np.broadcast_to(np.zeros(1, v.dtype), (*v.shape[:-1], 1))
+
+
 def attend(
     q: Array, k: Array, v: Array, out: Array, scale: float, threads: int, *, mask: Array | None = None,
     lse: Array | None = None, weights: Array | None = None, named: dict[str, Array | None] | None = None,
@@ -351,10 +361,13 @@ def attend(
     Options go to the core as they are: fill (score that masked keys get instead of being excluded), softcap, sinks,
     slopes. named: further arrays by the names of the core's arguments.
     """
-    if 0 in out.shape or k.shape[-2] == 0:
+    arrays = {**(named or {}), "q": q, "k": k, "v": v, "out": out, "lse": lse, "weights": weights, "mask": mask}
+    beside = any(arrays.get(name) is not None for name in ("lse", "weights", "state"))
+    if nothing_to_compute((*out.shape[:-1], k.shape[-2]), out.shape[-1], beside):
         out[...] = 0
         if lse is not None:
             lse[...] = -np.inf
         return
-    arrays = {**(named or {}), "q": q, "k": k, "v": v, "out": out, "lse": lse, "weights": weights, "mask": mask}
+    if out.shape[-1] == 0:  # what is beside it depends on the scores alone
+        arrays |= {"v": one_column(v), "out": np.empty((*out.shape[:-1], 1), out.dtype)}
     execute(out.shape[:-3], arrays, "attend", scale, threads, **options)
