@@ -7,7 +7,8 @@ inputs with more batch axes are folded into one where their strides allow it and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -66,6 +67,18 @@ def _bias_in(bias: Array, dtype: np.dtype[Any]) -> Array:
 
 
 # ---- checks ----
+
+
+@contextmanager
+def named_in_errors(function: str) -> Iterator[None]:
+    """The checks of this module and of masks.py, which speak of attention(), speak of `function` instead."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        text = str(error)
+        if type(error) not in (TypeError, ValueError) or not text.startswith("attention: "):
+            raise
+        raise type(error)(function + text.removeprefix("attention")) from None
 
 
 def _shapes(q: Array, k: Array, v: Array) -> tuple[int, ...]:
@@ -306,7 +319,7 @@ def _fold(array: Array, n_tail: int) -> Array | None:
 # Axes after the batch axes of each array that the core takes.
 _TAILS = {
     "q": 3, "k": 3, "v": 3, "out": 3, "mask": 3, "bias": 3, "weights": 3, "lse": 2, "lo": 1, "hi": 1, "start": 0,
-    "entropy": 2, "largest": 2, "received": 2, "top_weights": 3, "top_keys": 3, "rows": 3,
+    "state": 3, "entropy": 2, "largest": 2, "received": 2, "top_weights": 3, "top_keys": 3, "rows": 3,
 }  # fmt: skip
 
 
