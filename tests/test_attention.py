@@ -254,8 +254,36 @@ def test_empty_axes(impl, shape):
     assert result.out.shape == (batch, heads, queries, value_width)
     assert result.weights.shape == (batch, heads, queries, keys)
     assert (result.out == 0).all()
-    if keys == 0:
-        assert (result.lse == -np.inf).all()
+    assert np.isneginf(result.lse).all() == (keys == 0 or result.lse.size == 0)
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": "lower_right", "sinks": [0.5, -1.0]},
+        {"mask": np.array([True, False, True, True, False, True, True])},
+        {"softcap": 2.0, "bias": np.array([0.5, -np.inf, 0, 0, 0, 1, 2])},
+        {"score_mod": lambda scores, b, h, i, j: scores + b + h},
+    ],
+    ids=["plain", "causal", "mask", "bias", "score_mod"],
+)
+def test_logsumexp_and_weights_without_values(impl, options, queries):
+    """Dv = 0: both depend on the scores alone; batch axes that do not fold, a result that is written to out."""
+    rng = np.random.default_rng(21)
+    q, k = rng.standard_normal((3, 2, 2, queries, 4)).swapaxes(0, 1), rng.standard_normal((2, 3, 1, 7, 4))
+    v, out = rng.standard_normal((2, 3, 1, 7, 3)), np.empty((2, 3, 2, queries, 0))
+    returned = {"return_lse": True, "return_weights": True}
+    want = attention(q, k, v, **options, **returned)
+    got = attention(q, k, v[..., :0], out=out, **options, **returned)
+    assert got.out is out
+    np.testing.assert_array_equal(got.weights, want.weights)
+    np.testing.assert_array_equal(got.lse, want.lse)
+    for name in returned:
+        alone = attention(q, k, v[..., :0], **options, **{name: True})
+        np.testing.assert_array_equal(getattr(alone, name[7:]), getattr(want, name[7:]))
+    assert attention(q, k, v[..., :0], **options).shape == out.shape
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])

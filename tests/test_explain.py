@@ -304,8 +304,21 @@ def test_text(compiled):
 def test_empty(impl, shape):
     q, k = np.zeros((1, 1, shape[0], 4)), np.zeros((1, 1, shape[1], 4))
     found = explain(q, k, k)
-    assert (found.useful_flops, found.chunks, found.skipped_percent) == (0, 0, 0)
+    assert (found.useful_flops, found.executed_flops, found.chunks, found.skipped_percent) == (0, 0, 0, 0)
     assert "nothing is computed" in str(found)
+
+
+@pytest.mark.parametrize("wanted", [None, "return_lse", "return_weights"])
+def test_without_values(impl, wanted):
+    """Dv = 0: nothing is computed, but for a result that depends on the scores alone."""
+    q, k = np.zeros((2, 1, 3, 4)), np.zeros((2, 1, 5, 4))
+    found = explain(q, k, k[..., :0], **({} if wanted is None else {wanted: True}))
+    pairs = 2 * 3 * 5
+    assert found.useful_flops == (0 if wanted is None else 2 * pairs * 4)
+    assert found.core_calls == (0 if wanted is None else 1)
+    assert (found.executed_flops == 0) == (wanted is None)
+    assert found.executed_flops >= found.useful_flops
+    assert ("nothing is computed" in str(found)) == (wanted is None)
 
 
 def test_errors_are_those_of_attention():

@@ -223,6 +223,9 @@ def test_empty_axes() -> None:
             assert found.Y.shape == q.shape
             assert not found.Y.any()
             assert found.qk_matmul_output.shape == (batch, heads, queries, keys)
+    x = np.zeros((1, 2, 4, 8), np.float32)
+    found = at_onnx.attention(x, x, x[..., :0], qk_matmul_output_mode=3, return_qk=True)
+    np.testing.assert_array_equal(found.qk_matmul_output, np.full((1, 2, 4, 4), 0.25))
 
 
 # ---- errors ----

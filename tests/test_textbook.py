@@ -152,6 +152,9 @@ def test_empty(impl):
     output, weights = self_attention(np.ones((2, 3)), np.ones((0, 3)), np.ones((0, 2)), 3)
     assert output.tolist() == [[0, 0], [0, 0]]
     assert weights.shape == (2, 0)
+    output, weights = self_attention(np.ones((2, 3)), np.ones((4, 3)), np.ones((4, 0)), 3)
+    assert output.shape == (2, 0)
+    assert weights.tolist() == [[0.25] * 4] * 2
 
 
 def test_nan_shows_where_the_formula_shows_it(impl):

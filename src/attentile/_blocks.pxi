@@ -29,6 +29,7 @@ cdef struct Strided:
 cdef struct Job:
     const at_tiles *tiles
     Strided q, k, v, out, mask, bias, weights, lse
+    Strided state                               # [query][2] m and l of each row for a second pass, _stats.pxi
     const Py_ssize_t *lo                        # [batch][row], keys a row may see; NULL: all
     const Py_ssize_t *hi
     Py_ssize_t interval_batch                   # elements between batches of lo and hi, 0 if they share one
@@ -82,6 +83,7 @@ cdef struct Block:
     char *out_rows[AT_MAX_ROWS]
     char *weight_rows[AT_MAX_ROWS]
     char *lse_rows[AT_MAX_ROWS]
+    char *state_rows[AT_MAX_ROWS]
 
 # What the blocks of a task use one after the other.
 cdef struct Shared:
@@ -310,6 +312,7 @@ cdef void open_block(const Job *job, Block *block, char *free_bytes, Py_ssize_t 
     point_rows(job, block.bias_rows, &job.bias, b, head, i, block.n_rows)
     point_rows(job, <const char **> block.weight_rows, &job.weights, b, head, i, block.n_rows)
     point_rows(job, <const char **> block.lse_rows, &job.lse, b, head, i, block.n_rows)
+    point_rows(job, <const char **> block.state_rows, &job.state, b, head, i, block.n_rows)
     find_intervals(job, block, b, i)
     find_head_scalars(job, block, b, head, i)
 

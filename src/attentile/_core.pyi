@@ -8,10 +8,10 @@ def attend(
     mask: NDArray[Any] | None = None, bias: NDArray[Any] | None = None, lo: NDArray[Any] | None = None,
     hi: NDArray[Any] | None = None, lse: NDArray[Any] | None = None, weights: NDArray[Any] | None = None,
     fill: float | None = None, softcap: float = 0.0, sinks: NDArray[Any] | None = None,
-    slopes: NDArray[Any] | None = None, start: NDArray[Any] | None = None,
+    slopes: NDArray[Any] | None = None, start: NDArray[Any] | None = None, state: NDArray[Any] | None = None,
 ) -> None: ...  # fmt: skip
 def stats(
-    q: NDArray[Any], k: NDArray[Any], lse: NDArray[Any], scale: float, threads: int, *,
+    q: NDArray[Any], k: NDArray[Any], state: NDArray[Any], scale: float, threads: int, *,
     mask: NDArray[Any] | None = None, bias: NDArray[Any] | None = None, lo: NDArray[Any] | None = None,
     hi: NDArray[Any] | None = None, softcap: float = 0.0, slopes: NDArray[Any] | None = None,
     start: NDArray[Any] | None = None, entropy: NDArray[Any] | None = None, largest: NDArray[Any] | None = None,

@@ -136,43 +136,47 @@ cdef int attend_arrays(const real[:, :, :, :] q, const real[:, :, :, :] k, const
                        real[:, :, :, :] out, double scale, int threads, const unsigned char[:, :, :, :] mask,
                        const real[:, :, :, :] bias, const Py_ssize_t[:, ::1] lo, const Py_ssize_t[:, ::1] hi,
                        real[:, :, :] lse, real[:, :, :, :] weights, fill, double softcap, const double[::1] sinks,
-                       const double[::1] slopes, const Py_ssize_t[::1] start) except -1:
+                       const double[::1] slopes, const Py_ssize_t[::1] start, real[:, :, :, ::1] state) except -1:
     cdef Job job
     describe[real](&job, q, k, mask, bias, lo, hi, softcap, slopes, start)
+    if state is not None:
+        bind(&job.state, &state[0, 0, 0, 0], state.strides)
     job.value_width = v.shape[3]
     bind(&job.v, &v[0, 0, 0, 0], v.strides)
     return attend_typed[real](&job, out, scale, threads, lse, weights, fill, sinks)
 
 
 def attend(q, k, v, out, double scale, int threads, *, mask=None, bias=None, lo=None, hi=None, lse=None, weights=None,
-           fill=None, double softcap=0, sinks=None, slopes=None, start=None):
+           fill=None, double softcap=0, sinks=None, slopes=None, start=None, state=None):
     """The pass over non-empty 4-D arrays of one dtype (see attention.py, which checks and normalises).
 
     q (B, Hq, L, D), k (B, Hkv, S, D), v (B, Hkv, S, Dv), out (B, Hq, L, Dv): last axis contiguous, aligned, native.
     mask (B, Hq, L, S) uint8, bias (B, Hq, L, S): any strides. lo, hi (1 or B, L) intp with 0 <= lo, hi <= S.
     lse (B, Hq, L), weights (B, Hq, L, S) zeroed. fill: score of masked keys instead of their exclusion.
     softcap: 0 for none. sinks, slopes (Hq,) float64. start (1 or B,) intp: position of query 0, needed by slopes.
+    state (B, Hq, L, 2), last axis contiguous: gets what stats() needs of each row, its largest score m, in the unit of
+    this core, and the sum l of exp(score - m), with the sink.
     """
     if out.itemsize == 4:
         attend_arrays[float](q, k, v, out, scale, threads, mask, bias, lo, hi, lse, weights, fill, softcap, sinks,
-                             slopes, start)
+                             slopes, start, state)
     else:
         attend_arrays[double](q, k, v, out, scale, threads, mask, bias, lo, hi, lse, weights, fill, softcap, sinks,
-                              slopes, start)
+                              slopes, start, state)
 
 
 cdef int stats_typed(const real[:, :, :, :] q, const real[:, :, :, :] k, double scale, int threads,
                      const unsigned char[:, :, :, :] mask, const real[:, :, :, :] bias, const Py_ssize_t[:, ::1] lo,
                      const Py_ssize_t[:, ::1] hi, double softcap, const double[::1] slopes, const Py_ssize_t[::1] start,
-                     const real[:, :, :] lse, real[:, :, :] entropy, real[:, :, :] largest, real[:, :, :] received,
-                     real[:, :, :, ::1] top_weights, Py_ssize_t[:, :, :, ::1] top_keys, real[:, :, :, ::1] rows,
-                     const Py_ssize_t[::1] chosen) except -1:
+                     const real[:, :, :, ::1] state, real[:, :, :] entropy, real[:, :, :] largest,
+                     real[:, :, :] received, real[:, :, :, ::1] top_weights, Py_ssize_t[:, :, :, ::1] top_keys,
+                     real[:, :, :, ::1] rows, const Py_ssize_t[::1] chosen) except -1:
     cdef Job job
     cdef Stats stats
     describe(&job, q, k, mask, bias, lo, hi, softcap, slopes, start)
     memset(&stats, 0, sizeof(Stats))
     stats.job = &job
-    bind_rows(&stats.lse, &lse[0, 0, 0], lse.strides)
+    bind(&stats.state, &state[0, 0, 0, 0], state.strides)
     if entropy is not None:
         bind_rows(&stats.entropy, &entropy[0, 0, 0], entropy.strides)
     if largest is not None:
@@ -191,19 +195,19 @@ cdef int stats_typed(const real[:, :, :, :] q, const real[:, :, :, :] k, double 
     return 0
 
 
-def stats(q, k, lse, double scale, int threads, *, mask=None, bias=None, lo=None, hi=None, double softcap=0,
+def stats(q, k, state, double scale, int threads, *, mask=None, bias=None, lo=None, hi=None, double softcap=0,
           slopes=None, start=None, entropy=None, largest=None, received=None, top_weights=None, top_keys=None,
           rows=None, chosen=None):
-    """Second pass over non-empty arrays as attend() takes them, with lse (B, Hq, L) of the first (see stats.py).
+    """Second pass over non-empty arrays as attend() takes them, with the state of the first (see stats.py).
 
     entropy, largest (B, Hq, L), received (B, Hq, S) zeroed, top_weights zeroed and top_keys filled with -1
     (B, Hq, L, k), rows (B, Hq, n, S) zeroed with chosen (L,): index into rows, or -1.
     """
-    if lse.itemsize == 4:
-        stats_typed[float](q, k, scale, threads, mask, bias, lo, hi, softcap, slopes, start, lse, entropy, largest,
+    if state.itemsize == 4:
+        stats_typed[float](q, k, scale, threads, mask, bias, lo, hi, softcap, slopes, start, state, entropy, largest,
                            received, top_weights, top_keys, rows, chosen)
     else:
-        stats_typed[double](q, k, scale, threads, mask, bias, lo, hi, softcap, slopes, start, lse, entropy, largest,
+        stats_typed[double](q, k, scale, threads, mask, bias, lo, hi, softcap, slopes, start, state, entropy, largest,
                             received, top_weights, top_keys, rows, chosen)
 
 

@@ -64,8 +64,8 @@ cdef extern from "kernels/kernels.h" nogil:
                           int vectors) noexcept nogil
         void (*few_blend)(void *o, const void *chunk, Py_ssize_t n, double alpha, double beta) noexcept nogil
         void (*few_store)(char *row, const void *o, Py_ssize_t width, double factor) noexcept nogil
-        void (*measure)(void *st, Py_ssize_t keys, const void *lse, void *entropy, void *largest, void *received,
-                        int vectors) noexcept nogil
+        void (*measure)(void *st, Py_ssize_t keys, const void *m, const void *log_l, const void *inverse, void *entropy,
+                        void *largest, void *received, int vectors) noexcept nogil
         void (*keep_top)(const void *row, Py_ssize_t n, Py_ssize_t first_key, Py_ssize_t k, void *values,
                          Py_ssize_t *keys) noexcept nogil
         double (*fma_peak)(Py_ssize_t rounds) noexcept nogil

@@ -195,33 +195,44 @@ cdef void weigh(const Job *job, Block *block, Shared *shared, const char *v, Py_
 # ---------------------------------------------------------------------------------------------------------------
 # The end of a block
 # ---------------------------------------------------------------------------------------------------------------
+cdef inline bint sees_key(const Job *job, const Block *block, Py_ssize_t r, Py_ssize_t j) noexcept nogil:
+    if job.filling:
+        return True
+    if j >= block.row_hi[r] or job.kept <= j < block.row_lo[r]:
+        return False
+    if job.mask.data != NULL and block.mask_rows[r][j * job.mask.column] == 0:
+        return False
+    return job.bias.data == NULL or real_at(block.bias_rows[r] + j * job.bias.column, job.tiles.itemsize) != -INFINITY
+
+
 cdef bint sees_any_key(const Job *job, const Block *block, Py_ssize_t r) noexcept nogil:
     cdef Py_ssize_t j
     for j in range(min(block.row_lo[r], 0 if job.kept > 0 else job.keys), block.row_hi[r]):
-        if job.kept <= j < block.row_lo[r]:
-            continue
-        if job.mask.data != NULL and block.mask_rows[r][j * job.mask.column] == 0:
-            continue
-        if job.bias.data == NULL or real_at(block.bias_rows[r] + j * job.bias.column,
-                                            job.tiles.itemsize) != -INFINITY:
+        if sees_key(job, block, r, j):
             return True
     return False
 
 
 cdef void finish_weights(const Job *job, Block *block) noexcept nogil:
     """Weights were stored relative to the maximum of their chunk; the final factor of each chunk is known now."""
-    cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, r, c, at_row
+    cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, r, c, j, at_row
+    cdef double l
     for r in range(block.n_rows):
         at_row = r * item
+        l = real_at(block.l + at_row, item)
+        if l != l:                              # every key that the row sees has its part of the NaN, however small
+            for j in range(job.keys):
+                set_real(block.weight_rows[r] + j * item, item, NAN if sees_key(job, block, r, j) else 0)
+            continue
         for c in range(block.lo // AT_CHUNK, chunks_before(block.hi)):
             job.tiles.rescale(block.weight_rows[r] + c * AT_CHUNK * item,
                               min(<Py_ssize_t> AT_CHUNK, job.keys - c * AT_CHUNK),
                               real_at(block.tops + c * block.pitch * item + at_row, item),
-                              real_at(block.m + at_row, item), real_at(block.l + at_row, item))
+                              real_at(block.m + at_row, item), l)
 
 
 cdef void close_rows(const Job *job, Block *block, Shared *shared) noexcept nogil:
-    """lse if wanted, sinks, and shared.alpha = 1 / l."""
+    """lse if wanted, sinks, m and l if wanted, and shared.alpha = 1 / l."""
     cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, r
     for r in range(block.n_rows):
         # l = 0: no key, or allowed ones that all score -inf; the softmax of the latter is NaN, not 0.
@@ -230,9 +241,13 @@ cdef void close_rows(const Job *job, Block *block, Shared *shared) noexcept nogi
         if job.lse.data != NULL:
             set_real(block.lse_rows[r], item,
                      (real_at(block.m + r * item, item) + at_log2(real_at(block.l + r * item, item))) * LN2)
-        if job.sinks != NULL:                   # a sink is one more term of the sum, without a value
+        # A sink is one more term of the sum, without a value. Without a key it is the only one and l stays 0.
+        if job.sinks != NULL and real_at(block.l + r * item, item) != 0:
             set_real(block.l + r * item, item, real_at(block.l + r * item, item)
                      + at_exp2(block.row_sink[r] - real_at(block.m + r * item, item)))
+        if job.state.data != NULL:
+            set_real(block.state_rows[r], item, real_at(block.m + r * item, item))
+            set_real(block.state_rows[r] + item, item, real_at(block.l + r * item, item))
     job.tiles.reciprocal(shared.alpha, block.l, block.vectors)
 
 

@@ -1,5 +1,7 @@
-# Statistics of the weights without the matrix of weights: a second pass over the scores, with the logsumexp of each row
-# known, so that a chunk of scores becomes final weights at once and can be reduced and forgotten.
+# Statistics of the weights without the matrix of weights: a second pass over the scores, with the maximum m and the sum
+# l of each row known, so that a chunk of scores becomes final weights exp(s - m) / l at once and can be reduced and
+# forgotten. m and l are kept apart: their logsumexp m + log l is rounded to its size, that of the scores, and
+# exp(s - lse) is off by as much.
 #
 #     for each task = (batch, query head)                one thread: `received` has a single writer
 #         for each block of query rows, each chunk of keys that some row of it may see:
@@ -10,7 +12,7 @@
 
 # Where the results go; data is NULL for what was not asked for. [batch][head] and then:
 cdef struct Stats:
-    Strided lse                                 # [query] in, natural logarithm
+    Strided state                               # [query][2] in: m and l, with the sink
     Strided entropy, largest, received          # [query], [query], [key]
     Strided top_weights                         # [query][k]
     Strided top_keys                            # [query][k], Py_ssize_t
@@ -20,19 +22,48 @@ cdef struct Stats:
     Job *job
 
 
-cdef void start_stats(const Job *job, const Stats *stats, Block *block, Shared *shared, Py_ssize_t b, Py_ssize_t head,
-                      Py_ssize_t i) noexcept nogil:
-    """lse in units of log2(e) into block.m; rows that do not count get +inf, which makes every weight 0."""
+cdef bint start_stats(const Job *job, const Stats *stats, Block *block, Shared *shared, char *log_l, Py_ssize_t b,
+                      Py_ssize_t head, Py_ssize_t i) noexcept nogil:
+    """m, log2(l) and, in shared.beta, 1 / l, which is 0 for what is no row and for rows without keys.
+
+    Whether some row is NaN: such a row has the entropy and the largest weight NaN, and spoil_rows() its scores.
+    """
     cdef size_t item = job.tiles.itemsize
-    cdef Py_ssize_t r
-    cdef double lse
-    fill_reals(block.m, item, block.pitch, INFINITY)
+    cdef Py_ssize_t r, to
+    cdef double m, l
+    cdef bint some_nan = False
+    fill_reals(block.m, item, block.pitch, 0)
+    fill_reals(log_l, item, block.pitch, 0)
+    fill_reals(shared.beta, item, block.pitch, 0)
     fill_reals(block.l, item, block.pitch, 0)                  # entropy
     fill_reals(shared.alpha, item, block.pitch, 0)             # largest weight
     for r in range(block.n_rows):
-        lse = real_at(at(&stats.lse, b, head, i + r), item)
-        if lse != -INFINITY:                                   # a row without keys has no weights
-            set_real(block.m + r * <Py_ssize_t> item, item, lse * LOG2E)
+        m = real_at(at(&stats.state, b, head, i + r), item)
+        l = real_at(at(&stats.state, b, head, i + r) + item, item)
+        to = r * <Py_ssize_t> item
+        if l != l:
+            some_nan = True
+            set_real(shared.beta + to, item, 1)
+            set_real(block.l + to, item, NAN)
+            set_real(shared.alpha + to, item, NAN)
+        elif 0 < l < INFINITY:                                 # infinite: the sink takes all
+            set_real(block.m + to, item, m)
+            set_real(log_l + to, item, at_log2(l))
+            set_real(shared.beta + to, item, 1 / l)
+    return some_nan
+
+
+cdef void spoil_rows(const Job *job, const Block *block, const Shared *shared, char *st, Py_ssize_t key,
+                     Py_ssize_t n) noexcept nogil:
+    """Scores of the keys key .. key + n in NaN rows: NaN for each key that the row uses, -inf for the others."""
+    cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, r, j
+    cdef double largest
+    for r in range(block.n_rows):
+        largest = real_at(shared.alpha + r * item, item)
+        if largest != largest:
+            for j in range(n):
+                set_real(st + (j * block.pitch + r) * item, item,
+                         NAN if sees_key(job, block, r, key + j) else -INFINITY)
 
 
 cdef void keep_rows(const Job *job, const Stats *stats, Block *block, Shared *shared, char *line, Py_ssize_t b,
@@ -63,13 +94,15 @@ cdef void stats_task(void *stats_pointer, Py_ssize_t index, int slot) noexcept n
     cdef char *received = NULL
     cdef Shared *shared = open_shared(job, &free_bytes)
     cdef char *line = free_bytes + job.block_bytes
+    cdef char *log_l = line + block_line_bytes(job) + aligned(AT_CHUNK * item)
+    cdef bint some_nan
     cdef Block *block = <Block *> take(&free_bytes, sizeof(Block))
     shared.n_ahead = 0
     while i < job.queries:
         open_block(job, block, free_bytes, b, head // job.group, head % job.group * job.queries + i)
         block.n_rows = min(block.n_rows, job.queries - i)      # a block of the pass may run on into the next head
         job.tiles.pack(block.qt, block.q_rows, block.n_rows, block.vectors, job.width, job.factor)
-        start_stats(job, stats, block, shared, b, head, i)
+        some_nan = start_stats(job, stats, block, shared, log_l, b, head, i)
         for c in range(block.lo // AT_CHUNK, chunks_before(block.hi)):
             if not score_chunk(job, block, shared, key_chunk(job, b, head // job.group, c), NULL, c * AT_CHUNK, &start,
                                &stop):
@@ -77,7 +110,10 @@ cdef void stats_task(void *stats_pointer, Py_ssize_t index, int slot) noexcept n
             st = shared.st + start * block.pitch * item
             received = line + block_line_bytes(job)
             fill_reals(received, item, stop - start, 0)
-            job.tiles.measure(st, stop - start, block.m, block.l, shared.alpha, received, block.vectors)
+            if some_nan:
+                spoil_rows(job, block, shared, st, c * AT_CHUNK + start, stop - start)
+            job.tiles.measure(st, stop - start, block.m, log_l, shared.beta, block.l, shared.alpha, received,
+                              block.vectors)
             if stats.received.data != NULL:
                 add_reals(at(&stats.received, b, head, 0) + (c * AT_CHUNK + start) * item, received, item, stop - start)
             if stats.top_weights.data != NULL or stats.rows.data != NULL:
@@ -108,7 +144,8 @@ cdef int run_stats(Stats *stats, double scale, int threads) except -1 nogil:
     job.block_rows = job.tiles.max_vectors * job.tiles.lanes
     threads = <int> min(<Py_ssize_t> threads, job.tasks)
     size_scratch(job)
-    job.scratch_per_slot += block_line_bytes(job) + aligned(AT_CHUNK * <Py_ssize_t> job.tiles.itemsize)
+    job.scratch_per_slot += (block_line_bytes(job) + aligned(AT_CHUNK * <Py_ssize_t> job.tiles.itemsize)
+                             + aligned(largest_pitch(job) * <Py_ssize_t> job.tiles.itemsize))
     job.scratch = <char *> scratch_of(threads * job.scratch_per_slot)
     at_pool_run(stats_task, stats, job.tasks, threads)
     return 0

@@ -23,7 +23,7 @@ from . import cache_file, config
 from .attention import AttentionResult
 from .cache_attend import attend_stored, turned
 from .cache_file import File
-from .call import promoted, ready
+from .call import named_in_errors, promoted, ready
 from .merge import merge_attention
 from .pages import PAGE_KEYS, PANEL, PagePool, PageTable, addresses_in
 from .rotary import rotary_embedding
@@ -315,7 +315,7 @@ class KVCache:
             raise ValueError(
                 f"KVCache.attend: q has shape {queries.shape}; it must be ({self.batch}, heads, rows, {self.head_dim})"
             )
-        try:
+        with named_in_errors("KVCache.attend"):
             start, placed = checks.place(
                 queries.shape[2], options, self._lengths, self.window, self._rotary is not None
             )
@@ -327,11 +327,6 @@ class KVCache:
                 if queries.size:
                     queries = self._rotated(queries, start[:, None] + np.arange(queries.shape[2]))
             return attend_stored(self, queries, placed)
-        except (TypeError, ValueError) as error:
-            text = str(error)
-            if type(error) not in (TypeError, ValueError) or not text.startswith("attention: "):
-                raise
-            raise type(error)("KVCache.attend" + text.removeprefix("attention")) from None
 
     # ---- tokens out ----
 

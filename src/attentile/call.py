@@ -7,7 +7,8 @@ inputs with more batch axes are folded into one where their strides allow it and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -85,6 +86,18 @@ def _bias_in(bias: Array, dtype: np.dtype[Any]) -> Array:
 
 
 # ---- checks ----
+
+
+@contextmanager
+def named_in_errors(function: str) -> Iterator[None]:
+    """The checks of this module and of masks.py, which speak of attention(), speak of `function` instead."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        text = str(error)
+        if type(error) not in (TypeError, ValueError) or not text.startswith("attention: "):
+            raise
+        raise type(error)(function + text.removeprefix("attention")) from None
 
 
 def _shapes(q: Array, k: Array, v: Array) -> tuple[int, ...]:
@@ -351,7 +364,7 @@ def _fold(array: Array, n_tail: int) -> Array | None:
 # Axes after the batch axes of each array that the core takes.
 _TAILS = {
     "q": 3, "k": 3, "v": 3, "out": 3, "mask": 3, "bias": 3, "weights": 3, "lse": 2, "lo": 1, "hi": 1, "start": 0,
-    "entropy": 2, "largest": 2, "received": 2, "top_weights": 3, "top_keys": 3, "rows": 3,
+    "state": 3, "entropy": 2, "largest": 2, "received": 2, "top_weights": 3, "top_keys": 3, "rows": 3,
 }  # fmt: skip
 
 
@@ -386,6 +399,16 @@ def execute(
     _run(arrays, function, {"scale": scale, "threads": threads, **options})
 
 
+def nothing_to_compute(scores: tuple[int, ...], value_width: int, beside: bool) -> bool:
+    """Whether no result depends on a score: no row, no key, or no value and nothing wanted `beside` the output."""
+    return 0 in scores or (value_width == 0 and not beside)
+
+
+def one_column(v: Array) -> Array:
+    """A column of zeros in the place of values of width 0: the core takes no empty array."""
+    return np.broadcast_to(np.zeros(1, v.dtype), (*v.shape[:-1], 1))
+
+
 def attend(
     q: Array, k: Array, v: Array, out: Array, scale: float, threads: int, *, mask: Array | None = None,
     lse: Array | None = None, weights: Array | None = None, named: dict[str, Array | None] | None = None,
@@ -396,10 +419,13 @@ def attend(
     Options go to the core as they are: fill (score that masked keys get instead of being excluded), softcap, sinks,
     slopes. named: further arrays by the names of the core's arguments.
     """
-    if 0 in out.shape or k.shape[-2] == 0:
+    arrays = {**(named or {}), "q": q, "k": k, "v": v, "out": out, "lse": lse, "weights": weights, "mask": mask}
+    beside = any(arrays.get(name) is not None for name in ("lse", "weights", "state"))
+    if nothing_to_compute((*out.shape[:-1], k.shape[-2]), out.shape[-1], beside):
         out[...] = 0
         if lse is not None:
             lse[...] = -np.inf
         return
-    arrays = {**(named or {}), "q": q, "k": k, "v": v, "out": out, "lse": lse, "weights": weights, "mask": mask}
+    if out.shape[-1] == 0:  # what is beside it depends on the scores alone
+        arrays |= {"v": one_column(v), "out": np.empty((*out.shape[:-1], 1), out.dtype)}
     execute(out.shape[:-3], arrays, "attend", scale, threads, **options)

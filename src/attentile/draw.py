@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .attention import Causal, Segments, Window
+from .call import named_in_errors
 from .masks import Structure, positive_index, structure
 
 Array = NDArray[Any]
@@ -61,13 +62,11 @@ def draw_mask(
     n_queries, n_keys = (positive_index("draw_mask", name, n) for name, n in (("queries", queries), ("keys", keys)))
     if file is not None and os.path.splitext(file)[1].lower() not in (".png", ".svg"):
         raise ValueError(f"draw_mask: file is {os.fspath(file)!r}; its name must end with .png or .svg")
-    try:
+    with named_in_errors("draw_mask"):
         found = structure(
             (), n_queries, n_keys, causal=causal, q_start=q_start, window=window, key_lengths=key_lengths,
             prefix_lengths=prefix_lengths, segments=segments,
         )  # fmt: skip
-    except (TypeError, ValueError) as error:
-        raise type(error)(str(error).replace("attention:", "draw_mask:", 1)) from None
     seen = None if mask is None else _drawn_mask(mask, (n_queries, n_keys))
     if file is not None:
         _picture(file, *_shares(found, seen, n_queries, n_keys, _PICTURE_CELLS), n_queries, n_keys)

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from . import config
 from .attention import OPTIONS, _target
-from .call import Call, _run, check_out, prepare
+from .call import Call, _run, check_out, nothing_to_compute, one_column, prepare
 
 Array = NDArray[Any]
 
@@ -128,11 +128,12 @@ def explain(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -> Explana
     rest = {name: chosen[name] for name in OPTIONS if name not in ("out", "mask", "bias") and "return" not in name}
     call = prepare(**arrays, **rest)
     path, why = _path(given, chosen)
-    count = _count(call, chosen["out"], chosen["return_weights"])
+    count = _count(call, chosen)
     copies = _copies(given, call)
     if chosen["out"] is not None:
         copies.update(_out_copy(chosen["out"], call))
-    dense = 2 * math.prod(call.scores) * (call.q.shape[-1] + call.v.shape[-1])
+    # NumPy computes every score.
+    dense = 0 if _idle(call, chosen) else 2 * math.prod(call.scores) * (call.q.shape[-1] + max(call.v.shape[-1], 1))
     return Explanation(
         path, why, _isa(call.options.get("score_mod")) or "none (NumPy)", call.compute, call.dtype,
         f"q {np.shape(q)}, k {np.shape(k)}, v {np.shape(v)} -> {call.shape[call.drop :]}", count.threads, count.calls,
@@ -249,6 +250,7 @@ class _Count:
     asked: int  # threads
     weights: bool
     core: Any  # None for NumPy
+    value_width: int  # as given; the core takes a column for 0
     lanes: int = 0
     few: bool = False
     block_rows: int = 0
@@ -267,16 +269,22 @@ class _Count:
     bias_excludes: bool = False
 
 
-def _count(call: Call, out: Any, weights: bool) -> _Count:
+def _idle(call: Call, options: dict[str, Any]) -> bool:
+    beside = options["return_lse"] or options["return_weights"]
+    return nothing_to_compute(call.scores, call.v.shape[-1], beside)
+
+
+def _count(call: Call, options: dict[str, Any]) -> _Count:
     """Follows call.execute() with a recorder in the place of the core."""
-    core = config.active if _isa(call.options.get("score_mod")) is not None else None
-    count = _Count(call.threads, weights, core)
-    if 0 in call.shape or call.k.shape[-2] == 0:
-        return count
-    arrays = {}
-    named = {**call.named(), "v": call.v}
+    core, out = config.active if _isa(call.options.get("score_mod")) is not None else None, options["out"]
+    count = _Count(call.threads, options["return_weights"], core, call.v.shape[-1])
     if out is not None:
         check_out("attention", out, call.shape[call.drop :], call.dtype)
+    if _idle(call, options):
+        return count
+    arrays = {}
+    named = {**call.named(), "v": call.v if count.value_width else one_column(call.v)}
+    if out is not None and count.value_width:
         named["out"] = _target(out, call)
     tails = {"lo": 1, "hi": 1, "start": 0}
     for name, array in named.items():
@@ -362,7 +370,7 @@ def _count_block(
     weighed = int((np.where(words, ends, 0).max(axis=1) - np.where(words, starts, end).min(axis=1))[visited].sum())
     count.visited += times * int(visited.sum()) * (count.lanes > 0)
     count.idle += times * int((visited & ~allowed.any(axis=1)).sum())
-    count.useful += times * 2 * pairs * (width + value_width)
+    count.useful += times * 2 * pairs * (width + count.value_width)
     count.executed += times * 2 * pitch * (scored * width + weighed * value_width)
 
 
@@ -390,7 +398,7 @@ def _notes(call: Call, options: dict[str, Any], count: _Count) -> list[str]:
     """What keeps the call from being faster, and the way out."""
     notes = []
     *_, queries, keys = call.scores
-    if 0 in call.shape or keys == 0:
+    if _idle(call, options):
         return ["an axis is empty: nothing is computed"]
     if options["mask"] is not None and call.keys.same_segment is None and call.mask is not None:
         form = _as_structure(call.mask, queries, keys)

@@ -84,14 +84,22 @@ def _modified(score_mod: ScoreMod, scores: Array, b: int, h: int, i: Array, j: A
         return changed.astype(scores.dtype, copy=False)
 
 
-def _softmax(scores: Array, allowed: Array) -> tuple[Array, Array]:
-    """Weights and logsumexp of each row; rows without an allowed key give 0 and -inf."""
+def _softmax(scores: Array, allowed: Array, sink: Any) -> tuple[Array, Array, Array, Array]:
+    """Of each row the weights, the logsumexp without the sink, the largest score and the sum of exp beside it.
+
+    Rows without an allowed key give weights 0, -inf, -inf and 0.
+    """
     top = scores.max(axis=-1, keepdims=True, where=allowed, initial=-np.inf)
     empty = ~allowed.any(axis=-1, keepdims=True)
     with np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore"):
         weights = np.where(allowed, np.exp(scores - np.where(empty, 0, top)), 0)
         total = weights.sum(axis=-1, keepdims=True)
-        return np.where(empty, 0, weights / np.where(empty, 1, total)), (top + np.log(total))[:, 0]
+        lse = top + np.log(total)
+        if sink is not None:  # one more term; in float64, where inf means that it takes all
+            with_sink = total + np.exp(sink - top.astype(np.float64))
+            total = np.where(empty, 0, with_sink).astype(total.dtype)
+        # A key that is not allowed has no weight in a NaN row either.
+        return np.where(allowed, weights / total, 0), lse[:, 0], top[:, 0], total[:, 0]
 
 
 def _values(weights: Array, v: Array, allowed: Array) -> Array:
@@ -112,6 +120,7 @@ def attend(
     bias: Array | None = None, lo: Array | None = None, hi: Array | None = None, lse: Array | None = None,
     weights: Array | None = None, fill: float | None = None, softcap: float = 0, sinks: Array | None = None,
     slopes: Array | None = None, start: Array | None = None, score_mod: ScoreMod | None = None,
+    state: Array | None = None,
 ) -> None:  # fmt: skip
     """The pass over non-empty 4-D arrays, with the arguments of the compiled one (_core.attend); threads is unused."""
     source = _Scores(q, k, scale, mask, bias, lo, hi, softcap, slopes, start, score_mod)
@@ -121,43 +130,47 @@ def attend(
         scores, allowed = source.tile(b, h, rows)
         if fill is not None:
             scores, allowed = np.where(allowed, scores, scores.dtype.type(fill)), np.ones_like(allowed)
-        p, row_lse = _softmax(scores, allowed)
-        if sinks is not None:
-            with np.errstate(all="ignore"):  # exp -> inf: the sink takes all
-                p = (p / (1 + np.exp(sinks[h] - row_lse.astype(np.float64)))[:, None]).astype(q.dtype)
+        p, row_lse, top, total = _softmax(scores, allowed, None if sinks is None else sinks[h])
         out[b, h, rows] = _values(p, v[b, h // group], allowed)
         if lse is not None:
             lse[b, h, rows] = row_lse
         if weights is not None:
             weights[b, h, rows] = p
+        if state is not None:
+            state[b, h, rows, 0], state[b, h, rows, 1] = top, total
 
 
 def stats(
-    q: Array, k: Array, lse: Array, *, scale: float, threads: int, mask: Array | None = None,
+    q: Array, k: Array, state: Array, *, scale: float, threads: int, mask: Array | None = None,
     bias: Array | None = None, lo: Array | None = None, hi: Array | None = None, softcap: float = 0,
     slopes: Array | None = None, start: Array | None = None, entropy: Array | None = None,
     largest: Array | None = None, received: Array | None = None, top_weights: Array | None = None,
     top_keys: Array | None = None, rows: Array | None = None, chosen: Array | None = None,
 ) -> None:  # fmt: skip
-    """Statistics of the weights, with the arguments of _core.stats."""
+    """Statistics of the weights, with the arguments of _core.stats.
+
+    Largest score and sum are kept apart: exp(scores - lse) would be off by the rounding of lse, which is that of the
+    scores.
+    """
     source = _Scores(q, k, scale, mask, bias, lo, hi, softcap, slopes, start)
     for b, h, tile in np.ndindex(*q.shape[:2], -(-q.shape[2] // TILE_ROWS)):
         part = slice(tile * TILE_ROWS, (tile + 1) * TILE_ROWS)
         scores, allowed = source.tile(b, h, part)
-        total = lse[b, h, part, None]
+        top, total = state[b, h, part, :1], state[b, h, part, 1:]
         with np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore"):
-            p = np.where(allowed, np.exp(scores - np.where(np.isneginf(total), 0, total)), 0)
-            if entropy is not None:
-                entropy[b, h, part] = -np.where(p > 0, p * np.log(p), p).sum(axis=-1)
+            p = np.where(allowed, np.exp(scores - top) / total, 0)
+            if entropy is not None:  # -log p of two terms that are not negative, so neither cancels the other
+                entropy[b, h, part] = np.where(p == 0, 0, p * (np.log(total) - (scores - top))).sum(axis=-1)
         if largest is not None:
             largest[b, h, part] = p.max(axis=-1)
         if received is not None:
             received[b, h] += p.sum(axis=0)
         if top_weights is not None and top_keys is not None:
-            order = np.argsort(-p, axis=-1, kind="stable")[:, : top_keys.shape[-1]]
+            # In a NaN row the keys that it uses come first.
+            order = np.argsort(np.where(np.isnan(p), -np.inf, -p), axis=-1, kind="stable")[:, : top_keys.shape[-1]]
             best = np.take_along_axis(p, order, axis=-1)
             top_weights[b, h, part, : order.shape[1]] = best
-            top_keys[b, h, part, : order.shape[1]] = np.where(best > 0, order, -1)
+            top_keys[b, h, part, : order.shape[1]] = np.where(best == 0, -1, order)
         if rows is not None and chosen is not None:
             place = chosen[part]
             rows[b, h, place[place >= 0]] = p[place >= 0]

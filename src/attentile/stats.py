@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .call import Call, attend, execute, prepare
+from .call import Call, attend, execute, named_in_errors, prepare
 from .masks import positive_index
 
 Array = NDArray[Any]
@@ -30,9 +30,10 @@ class AttentionStats(NamedTuple):
     max : ndarray, shape (..., Hq, L), or None
         The largest weight of each row.
     top_weights : ndarray, shape (..., Hq, L, top_k), or None
-        The largest weights of each row, descending; 0 where it sees fewer keys.
+        The largest weights of each row, descending; 0 where there are fewer.
     top_keys : ndarray of intp, shape (..., Hq, L, top_k), or None
-        Their keys, of equal weights the lower one first; -1 where a row sees fewer.
+        Their keys, of equal weights the lower one first. -1 where the weight is 0: the row sees fewer keys, or the
+        others score so far below its best ones that their weights underflow.
     received : ndarray, shape (..., Hq, S), or None
         The sum over the queries of the weight that each key got (what cache eviction needs).
     rows : ndarray, shape (..., Hq, n, S), or None
@@ -57,8 +58,8 @@ def attention_stats(
 ) -> AttentionStats:  # fmt: skip
     """Attention and statistics of its weights in O(L + S) memory: the (L, S) weights are never stored.
 
-    A first pass computes the output and the logsumexp of each row; a second one forms the final weights chunk by
-    chunk, reduces them and forgets them.
+    A first pass computes the output and, of each row, the largest score and the sum of exp beside it; a second one
+    forms the final weights from these chunk by chunk, reduces them and forgets them.
 
     Parameters
     ----------
@@ -69,7 +70,8 @@ def attention_stats(
     top_k : int
         How many of the strongest keys of each row are kept, with "top_k".
     rows : array_like of int, shape (n,)
-        Queries whose full weights are wanted, with "rows"; negative ones count from the end.
+        Queries whose full weights are wanted; goes with "rows" in `which`, and only with it. Negative ones count from
+        the end.
     mask, bias, scale, softcap, sinks, alibi_slopes, num_threads
         As in `attention`.
     **structural
@@ -78,13 +80,16 @@ def attention_stats(
     Returns
     -------
     AttentionStats
-        The output, the logsumexp, and what was asked for. Rows without keys have 0 everywhere. With sinks the weights
-        are those of the keys, which sum to less than 1.
+        The output, the logsumexp, and what was asked for: of the same weights, but for rounding, that `attention`
+        returns. Rows without keys have 0 everywhere. With sinks the weights are those of the keys, which sum to less
+        than 1. A row with NaN in a score that it uses has NaN for every key that it sees; its strongest keys are then
+        the first ones.
 
     Raises
     ------
     ValueError, TypeError
-        An unknown name in `which`, "rows" without rows=, rows out of range, and whatever `attention` refuses.
+        An unknown name in `which`, "rows" without rows= or rows= without "rows", rows out of range, and whatever
+        `attention` refuses.
 
     Examples
     --------
@@ -106,17 +111,21 @@ def attention_stats(
     unknown = structural.keys() - options.keys() - {"segments"}
     if unknown:
         raise TypeError(f"attention_stats: unexpected keyword argument {min(unknown)!r}")
-    call = prepare(
-        q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes,
-        num_threads=num_threads, **{**options, "segments": None, **structural},
-    )  # fmt: skip
+    if rows is not None and "rows" not in wanted:
+        raise ValueError('attention_stats: rows= chooses the rows of "rows", which is not in `which`; name it there')
+    with named_in_errors("attention_stats"):
+        call = prepare(
+            q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes,
+            num_threads=num_threads, **{**options, "segments": None, **structural},
+        )  # fmt: skip
     chosen = _chosen_rows(rows, call.q.shape[-2]) if "rows" in wanted else None
     out, lse = np.empty(call.shape, call.compute), np.empty(call.shape[:-1], call.compute)
+    state = np.empty((*call.shape[:-1], 2), call.compute)  # largest score and sum of exp, as the core leaves them
     attend(
-        call.q, call.k, call.v, out, call.scale, call.threads, mask=call.mask, lse=lse, named=call.named(),
-        **call.options,
+        call.q, call.k, call.v, out, call.scale, call.threads, mask=call.mask, lse=lse,
+        named={**call.named(), "state": state}, **call.options,
     )  # fmt: skip
-    found = _second_pass(call, lse, wanted, top_k, chosen)
+    found = _second_pass(call, state, wanted, top_k, chosen)
     return _results(call, out, lse, found)
 
 
@@ -132,7 +141,7 @@ def _chosen_rows(rows: ArrayLike | None, queries: int) -> NDArray[np.intp]:
 
 
 def _second_pass(
-    call: Call, lse: Array, wanted: tuple[str, ...], top_k: int, chosen: NDArray[np.intp] | None
+    call: Call, state: Array, wanted: tuple[str, ...], top_k: int, chosen: NDArray[np.intp] | None
 ) -> dict[str, Array]:
     """The arrays of the asked statistics, by the names of the core's arguments."""
     *per_row, keys = call.scores
@@ -154,14 +163,9 @@ def _second_pass(
         empty["rows"] = np.zeros((*per_row[:-1], distinct.size, keys), call.compute)
     if not empty or 0 in call.scores or 0 in [array.size for array in empty.values()]:
         return empty
-    sinks = call.options["sinks"]
-    if sinks is not None:  # the sink is one more term of the sum
-        with np.errstate(invalid="ignore"):
-            total = np.logaddexp(lse.astype(np.float64), sinks[:, None])
-        lse = np.where(np.isneginf(lse), lse, total).astype(lse.dtype)
     options = {name: value for name, value in call.options.items() if name != "sinks"}
     execute(
-        call.lead, {**call.named(), **empty, "lse": lse}, "stats", call.scale, call.threads, chosen=place, **options
+        call.lead, {**call.named(), **empty, "state": state}, "stats", call.scale, call.threads, chosen=place, **options
     )
     if chosen is not None:
         empty["rows"] = empty["rows"][..., back, :]

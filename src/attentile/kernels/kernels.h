@@ -151,13 +151,14 @@ typedef struct {
     void (*few_blend)(void* o, const void* chunk, ptrdiff_t n, double alpha, double beta);
     void (*few_store)(char* row, const void* o, ptrdiff_t width, double factor);
 
-    /* Second pass with the logsumexp known (in units of log2(e), +inf for a row that does not count):
-     * st = weight = exp2(st - lse); entropy[r] -= weight * log2(weight); largest[r] = max(largest, weight);
-     * received[j] += sum of the weights over the rows. */
-    void (*measure)(void* st, ptrdiff_t keys, const void* lse, void* entropy, void* largest, void* received,
-                    int vectors);
+    /* Second pass with the maximum m, log2(l) and 1 / l known, all finite; 1 / l is 0 for a row that does not count:
+     * st = weight = exp2(st - m) / l, 0 where st is -inf; entropy[r] -= weight * log2(weight), of which no part cancels
+     * another; largest[r] = max(largest, weight) but for NaN; received[j] += sum of the weights over the rows. */
+    void (*measure)(void* st, ptrdiff_t keys, const void* m, const void* log_l, const void* inverse, void* entropy,
+                    void* largest, void* received, int vectors);
 
-    /* Keeps the k largest of row[n] among those seen so far: values[k] descending, keys[k]; ties go to the lower key. */
+    /* Keeps the k largest of row[n] among those seen so far: values[k] descending, keys[k]; ties go to the lower key.
+     * NaN is above every number. */
     void (*keep_top)(const void* row, ptrdiff_t n, ptrdiff_t first_key, ptrdiff_t k, void* values, ptrdiff_t* keys);
 
     /* Dependent-free FMAs for measuring the peak: 2 * lanes * AT_PEAK_FMAS FLOPs per round. */
