@@ -155,8 +155,8 @@ class MultiHeadAttention:
         Raises
         ------
         ValueError
-            No known set of names is complete, or more than one is, or there is an array that changes the result and
-            is not supported (a norm of the queries or keys, learned extra keys). The message lists what was found.
+            No known set of names is complete, or more than one is, or the attention has a further array, which may
+            change the result (a norm, a bias of the scores, a gate, an adapter). The message lists what was found.
         TypeError
             Arrays that are not floating, as those of quantised checkpoints.
 
