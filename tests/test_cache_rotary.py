@@ -139,6 +139,21 @@ def test_rows_ahead_of_the_tokens_are_no_padding(rotary):
     assert_array_equal(ahead, whole.attend(turned.keys()[:, :, 6:], q_start=6))
 
 
+def test_a_query_turns_as_the_keys_of_its_append(impl, rotary):
+    """In any number of rows, the whole prompt at once or row by row, with another item that is longer."""
+    q, k, v = normal(3, 2, 2, 9, 8, dtype=np.float64)
+    cache, alone = KVCache(2, 2, 8, dtype="float64", rotary=rotary), one(rotary=rotary)
+    cache.append(k, v, lengths=[6, 9])
+    alone.append(k[:1, :, :6], v[:1, :, :6])
+    whole = alone.attend(q[:1, :, :6])
+    for first in range(6):
+        for rows in range(1, 7 - first):
+            part = slice(first, first + rows)
+            found = cache.attend(q[:, :, part], q_start=[first, 3])
+            assert_same(impl, found[:1], whole[:, :, part])
+            assert_same(impl, alone.attend(q[:1, :, part], q_start=first), whole[:, :, part])
+
+
 def test_positions_without_a_row_in_the_tables():
     tables = KINDS["tables"]
     k = normal(1, 2, 11, 8, dtype=np.float64)

@@ -62,8 +62,8 @@ class KVCache:
     rotary : dict, optional
         Keyword arguments of `rotary_embedding` (base, rotary_dim, interleaved, scaling, cos, sin). Keys are rotated
         when they are appended, queries when they attend, at their positions. The frequencies of dynamic and longrope
-        scaling are those of the item's length at that moment. Stored keys are not rotated again when it grows, so
-        with these two, past the trained length, the result depends on how the tokens were split into appends.
+        scaling are those of the item's length at that moment (after the append). Stored keys are not rotated again
+        when it grows: past the trained length the result depends on how the tokens were split into appends.
 
     Attributes
     ----------
@@ -327,7 +327,7 @@ class KVCache:
                 queries = queries.astype(promoted("attention", queries, np.empty(0, self.dtype))[1], copy=False)
                 if queries.size:
                     at = query_positions(self, start, queries.shape[2], options.get("q_start") is not None)
-                    queries = rotate_items(queries, at, self._rotary)
+                    queries = rotate_items(queries, at, self._rotary, lengths=self._lengths)
             return attend_stored(self, queries, placed)
         except (TypeError, ValueError) as error:
             text = str(error)

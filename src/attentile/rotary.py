@@ -424,25 +424,31 @@ def _not_in(out: Array, table: Array) -> Array:
     return table.copy() if np.may_share_memory(out, table) else table
 
 
-def rotate_items(x: Array, positions: Any, options: Mapping[str, Any], out: Array | None = None) -> Array:
+def rotate_items(
+    x: Array, positions: Any, options: Mapping[str, Any], out: Array | None = None, lengths: Array | None = None
+) -> Array:
     """rotary_embedding with the options of a cache or a layer, where no batch item may change the result of another.
 
-    Frequencies that depend on the length are those of each item's own positions. Items that have the same ones share
-    a call, and without such frequencies there is one call.
+    Frequencies that depend on the length are those of each item's own positions, or of its entry in lengths if that is
+    larger. Items that have the same ones share a call, and without such frequencies there is one call.
     """
     scaling = options.get("scaling")
     if scaling is None or np.ndim(positions) < 2 or not x.size or not depends_on_length(scaling):
         return rotary_embedding(x, positions, **options, out=out)
-    at, rules = _places(positions, x.shape[:-3], x.shape[-2]).array, read_scaling(scaling)
-    lengths = [] if at is None else (at.max(axis=1) + 1).tolist()
-    counted = np.array([counted_length(rules, length) for length in lengths])
-    if at is None or (counted == counted[:1]).all():
-        return rotary_embedding(x, positions, **options, out=out)
-    items = x.reshape(-1, *x.shape[-3:])
+    items, rules = x.reshape(-1, *x.shape[-3:]), read_scaling(scaling)
+    given = _places(positions, x.shape[:-3], x.shape[-2]).array
+    at = np.broadcast_to(given if given is not None else 0, (len(items), x.shape[-2]))
+    reached = at.max(axis=1) + 1
+    wanted = reached if lengths is None else np.maximum(reached, lengths)
+    counted = np.array([counted_length(rules, length) for length in wanted.tolist()])
     turned = np.empty_like(items)
     for kind in np.unique(counted):
         group = np.flatnonzero(counted == kind)
-        turned[group] = rotary_embedding(items[group], at[group], **options)
+        part, places = items[group], at[group]
+        if (reached[group] < wanted[group]).any():  # one more row, at the end of the item, makes the call that long
+            part = np.concatenate([part, part[:, :, -1:]], axis=2)
+            places = np.concatenate([places, wanted[group, None] - 1], axis=1)
+        turned[group] = rotary_embedding(part, places, **options)[:, :, : x.shape[-2]]
     if out is None:
         return turned.reshape(x.shape)
     out[...] = turned.reshape(x.shape)
