@@ -378,7 +378,7 @@ def test_repr():
     assert "capacity=4096): 0 tokens, 0 pages of 256 (0.0 KiB)" in repr(KVCache(1, 1, 1, 4096))
     big = KVCache(1, 8, 128)
     big.append(np.zeros((1, 8, 1, 128)), np.zeros((1, 8, 1, 128)))
-    assert repr(big).endswith("1 tokens, 1 page of 256 (2.0 MiB)")
+    assert repr(big).endswith("): 1 token, 1 page of 256 (2.0 MiB)")
 
 
 # ---- rotary ----

@@ -47,8 +47,14 @@ CONSTRUCTOR = [
     (dict(window=(1.5, 0)), TypeError, "left must be an integer"),
     (dict(sinks=2), ValueError, "sinks=2 keeps first tokens beside a window"),
     (dict(sinks=-1, window=(2, 0)), ValueError, "sinks is -1"),
-    (dict(rotary=True), TypeError, "rotary is a bool; it must be a dict"),
-    (dict(rotary={"positions": 3, "base": 2.0}), ValueError, "rotary has positions; it may have base, rotary_dim"),
+    (dict(rotary=True), TypeError, "rotary is True; it must be a dict"),
+    (dict(rotary={"positions": 3, "base": 2.0}), TypeError, "rotary has the unknown key 'positions'; known are base,"),
+    *(
+        ({name: 2**62}, ValueError, f"{name} {2**62}.* larger than all memory")
+        for name in ("batch", "kv_heads", "head_dim", "value_dim", "capacity")
+    ),
+    (dict(head_dim=2**62, rotary={}), ValueError, "larger than all memory"),
+    (dict(capacity=2**62, window=(3, 0), sinks=2), ValueError, "larger than all memory"),
 ]
 
 
@@ -61,7 +67,7 @@ def test_constructor(options, error, match):
 
 def test_rotary_options_are_copied():
     given = {"cos": np.ones(3), "scaling": {"factor": 2.0}}
-    kept = rotary_options(given)
+    kept = rotary_options("KVCache", given)
     given["cos"][:], given["scaling"]["factor"], given["base"] = 0, 3.0, 1.0
     assert (kept["cos"] == 1).all()
     assert (kept["scaling"], "base" in kept) == ({"factor": 2.0}, False)

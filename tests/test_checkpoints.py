@@ -5,6 +5,7 @@ Every test runs on each implementation (fixture `impl`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -101,7 +102,7 @@ def test_other_layers_do_not_matter(convention):
 def test_a_name_begins_after_a_dot(convention):
     arrays = CHECKPOINTS[convention](make())
     place = next(name for name in arrays if name.endswith(convention[0]))[: -len(convention[0])]
-    others = {name.replace(place, f"{place}text_"): np.full_like(array, np.nan) for name, array in arrays.items()}
+    others = {f"text_{n[len(place) :]}": np.full_like(a, np.nan) for n, a in arrays.items() if n.startswith(place)}
     layer = MultiHeadAttention.from_arrays({**others, **arrays}, num_heads=4)
     assert np.isfinite(layer(normal(3, 12))).all()
 
@@ -155,6 +156,79 @@ def test_an_array_that_changes_the_result_is_refused(name):
         MultiHeadAttention.from_arrays({**arrays, f"a.{name}": np.ones(6)}, num_heads=4)
     layer = MultiHeadAttention.from_arrays({**arrays, f"b.{name}": np.ones(6)}, num_heads=4)
     assert layer.num_heads == 4
+
+
+# Arrays of the attention itself that real models have, by the convention that their weights follow.
+FURTHER = [
+    ("qkv.weight", "relative_position_bias_table"),  # Swin
+    ("qkv.weight", "norm.weight"),  # EVA in timm
+    ("self.query.weight", "self.relative_position_bias_table"),  # Swin in transformers
+    ("self.query.weight", "self.conv_kernel_layer.weight"),  # ConvBERT
+    ("self.query.weight", "LayerNorm.weight"),  # ESM
+    ("attention.query.weight", "attention.relative_position_bias.relative_position_bias_table"),  # BEiT
+    ("q_proj.weight", "gate_proj.weight"),
+    ("q_proj.weight", "gru_rel_pos_linear.weight"),  # WavLM
+    ("q_proj.weight", "rel_attn_embed.weight"),
+    ("q_proj.weight", "q_proj.lora_A.weight"),
+    ("q_proj.weight", "k_proj.lora_B.default.weight"),
+    ("q_proj.weight", "vision_q_proj.weight"),
+    ("in_proj_weight", "relative_attention_bias.weight"),
+    ("c_attn.weight", "c_attn.scale"),
+    ("query_key_value.weight", "vision_expert_query_key_value.weight"),
+    ("q.weight", "global_relative_attention_bias.weight"),  # LongT5
+    ("attn_q.weight", "attn_rel_b.weight"),  # T5
+    ("attn_q.weight", "attn_gate.weight"),
+    ("attn_qkv.weight", "attn_qkv.scale"),
+]
+
+
+@pytest.mark.parametrize(("first", "name"), FURTHER)
+def test_an_array_of_the_attention_that_is_not_used_is_refused(first, name):
+    for convention, checkpoint in CHECKPOINTS.items():
+        if convention[0] == first:
+            arrays = checkpoint(make())
+            place = next(n for n in arrays if n.endswith(first))[: -len(first)]
+            own = {n: a for n, a in arrays.items() if n.startswith(place)}
+            for given, at in ((arrays, place), ({n[len(place) :]: a for n, a in own.items()}, "")):
+                with pytest.raises(ValueError, match=rf"{re.escape(at + name)} (would|belongs .* and may) change the"):
+                    MultiHeadAttention.from_arrays({**given, at + name: np.ones(6)}, num_heads=4)
+            assert MultiHeadAttention.from_arrays({**arrays, f"other.{name}": np.ones(6)}, place, num_heads=4)
+
+
+# Arrays that real checkpoints hold beside the weights; the layer's result does not depend on them.
+BESIDE = {
+    "q_proj.weight": ["rotary_emb.inv_freq"],
+    "qkv_proj.weight": ["rotary_emb.inv_freq", "rotary_emb.cos_cached"],
+    "self.query.weight": ["output.LayerNorm.weight", "output.LayerNorm.bias", "output.LayerNorm.gamma"],
+    "c_attn.weight": ["bias", "masked_bias"],
+    "query_key_value.weight": ["bias", "masked_bias", "rotary_emb.inv_freq", "maybe_rotary.inv_freq"],
+    "q.weight": ["relative_attention_bias.weight"],
+    "attn_q.weight": [
+        "attn_norm.weight", "attn_norm.bias", "attn_norm_2.weight", "attn_output_norm.weight", "attn_post_norm.weight",
+        "attn_rot_embd.weight", "ffn_norm.weight", "ffn_gate.weight", "post_attention_norm.weight",
+    ],
+    "attn_qkv.weight": ["attn_norm.weight", "attn_norm_2.weight", "attn_output_norm.bias", "ffn_up.weight"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("first", BESIDE)
+def test_harmless_arrays_are_ignored(first):
+    for convention, checkpoint in CHECKPOINTS.items():
+        if convention[0] == first:
+            arrays, x = checkpoint(make()), normal(3, 12)
+            expected = MultiHeadAttention.from_arrays(arrays, num_heads=4)(x)
+            place = next(n for n in arrays if n.endswith(first))[: -len(first)]
+            beside = {place + name: np.full(6, np.nan) for name in BESIDE[first]}
+            assert_array_equal(MultiHeadAttention.from_arrays({**arrays, **beside}, num_heads=4)(x), expected)
+
+
+def test_a_block_may_hold_other_parts():
+    arrays = linear(make(), "layers.0.", "q_proj k_proj v_proj o_proj")
+    others = {f"layers.0.{name}.weight": np.ones(6) for name in ("norm", "gate_proj", "up_proj", "down_proj")}
+    assert MultiHeadAttention.from_arrays({**arrays, **others}, num_heads=4).num_heads == 4
+    for name in ("q_proj.lora_A.weight", "relative_position_bias_table", "q_norm.weight"):
+        with pytest.raises(ValueError, match=rf"layers\.0\.{re.escape(name)} would change the result"):
+            MultiHeadAttention.from_arrays({**arrays, **others, f"layers.0.{name}": np.ones(6)}, num_heads=4)
 
 
 def test_gguf_norm_of_the_queries_is_refused():

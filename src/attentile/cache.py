@@ -21,12 +21,12 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from . import cache_checks as checks
 from . import cache_file, config
 from .attention import AttentionResult
-from .cache_attend import attend_stored, turned
+from .cache_attend import attend_stored, query_positions, row_positions, turned
 from .cache_file import File
 from .call import named_in_errors, promoted, ready
 from .merge import merge_attention
 from .pages import PAGE_KEYS, PANEL, PagePool, PageTable, addresses_in
-from .rotary import rotary_embedding
+from .rotary import rotate_items
 
 __all__ = ["KVCache", "merge_attention"]
 
@@ -61,7 +61,9 @@ class KVCache:
         With a window: the first tokens, which are kept and which every later row sees.
     rotary : dict, optional
         Keyword arguments of `rotary_embedding` (base, rotary_dim, interleaved, scaling, cos, sin). Keys are rotated
-        when they are appended, queries when they attend, at their positions.
+        when they are appended, queries when they attend, at their positions. The frequencies of dynamic and longrope
+        scaling are those of the item's length at that moment (after the append). Stored keys are not rotated again
+        when it grows: past the trained length the result depends on how the tokens were split into appends.
 
     Attributes
     ----------
@@ -75,7 +77,10 @@ class KVCache:
     Raises
     ------
     TypeError, ValueError
-        A size that is not a positive integer, another dtype, a window that looks ahead, sinks without a window.
+        A size that is not a positive integer, another dtype, a window that looks ahead, sinks without a window, more
+        storage than can be addressed, an unknown option of rotary.
+    IndexError
+        Tables of `rotary` without a row.
 
     Notes
     -----
@@ -122,29 +127,20 @@ class KVCache:
             raise ValueError(
                 f"KVCache: sinks={self.sinks} keeps first tokens beside a window; give window=(left, 0) too"
             )
-        self._rotary = checks.rotary_options(rotary)
-        if self._rotary is not None:  # its own checks, before anything is stored
-            self._rotated(np.zeros((1, 1, 1, self.head_dim), self.dtype), np.zeros(1, np.intp))
-        self._lengths, self._held_from = np.zeros(batch, np.intp), np.zeros(batch, np.intp)
         size = PAGE_KEYS  # a chunk of the pass; a small cache has one smaller page for each item
         if self.capacity is not None and self.window is None:
             size = min(PAGE_KEYS, -(-self.capacity // PANEL) * PANEL)
+        pages = checks.pages_per_item(self, batch, size)
+        self._rotary = checks.rotary_options("KVCache", rotary)
+        if self._rotary is not None:  # its own checks, before anything is stored
+            rotate_items(np.zeros((1, 1, 1, self.head_dim), self.dtype), 0, self._rotary)
+        self._lengths, self._held_from = np.zeros(batch, np.intp), np.zeros(batch, np.intp)
         pool = PagePool(self.kv_heads, self.head_dim, self.value_dim, size, self.dtype)
-        pages = self._pages_per_item(size)
         pool.grow(batch * pages)
         self._pages = PageTable(pool, np.zeros((batch, pages), np.intp))
         self._shape = (self.kv_heads, size, self.head_dim, self.value_dim)  # of a page, as the core takes it
         # Tokens of each item from and up to which its pages are there and its own; the core's view of these arrays.
         self._own_from, self._writable, self._made = np.zeros(batch, np.intp), np.zeros(batch, np.intp), None
-
-    def _pages_per_item(self, size: int) -> int:
-        """Pages that `capacity` tokens can touch, wherever they lie."""
-        if self.capacity is None:
-            return 0
-        if self.window is None:
-            return -(-self.capacity // size)
-        kept = min(self.sinks, self.capacity)
-        return -(-kept // size) + (self.capacity - kept + 2 * size - 2) // size
 
     @property
     def batch(self) -> int:
@@ -157,8 +153,8 @@ class KVCache:
 
     @property
     def rotary(self) -> Mapping[str, Any] | None:
-        """The options of the rotation, or None."""
-        return None if self._rotary is None else MappingProxyType(self._rotary)
+        """The options of the rotation, a copy, or None."""
+        return None if self._rotary is None else MappingProxyType(checks.copied(self._rotary))
 
     @property
     def lengths(self) -> Index:
@@ -173,12 +169,13 @@ class KVCache:
         extra |= {"window": self.window, "sinks": self.sinks or None, "rotary": self._rotary}
         options = "".join(f", {name}={value}" for name, value in extra.items() if value is not None)
         tokens = " to ".join(str(n) for n in sorted({int(self._lengths.min(initial=self.length)), self.length}))
+        tokens += " token" if tokens == "1" else " tokens"
         pages, size = len(set(addresses_in(self._pages.table))), self._pages.pool.page_keys
         kib = pages * self._pages.pool.page_items * self.dtype.itemsize / 1024
         memory = f"{kib:.1f} KiB" if kib < 1024 else f"{kib / 1024:.1f} MiB"
         return (
             f"KVCache(batch={self.batch}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, dtype={self.dtype}"
-            f"{options}): {tokens} tokens, {pages} page{'s' * (pages != 1)} of {size} ({memory})"
+            f"{options}): {tokens}, {pages} page{'s' * (pages != 1)} of {size} ({memory})"
         )
 
     # ---- tokens in ----
@@ -199,7 +196,13 @@ class KVCache:
         ------
         TypeError, ValueError
             Wrong shapes or dtypes, lengths beyond n, more tokens than the capacity. The cache is then as before.
+        IndexError
+            A token at a position for which the tables of `rotary` have no row. The cache is then as before.
         """
+        self._append(k, v, lengths)
+
+    def _append(self, k: ArrayLike, v: ArrayLike, lengths: ArrayLike | None, keep: bool = False) -> None:
+        """keep: pages that the window drops stay, for cache_undo.py."""
         view = self._made
         if view is not None and lengths is None and config.active is not None:
             given = k if self._rotary is None else turned(self, k, 0)
@@ -218,13 +221,12 @@ class KVCache:
         checks.check_capacity(self, counts, held_from)
         k, v = ready(k, self.dtype), ready(v, self.dtype)  # copies come before changes: there may be no memory for them
         if self._rotary is not None and k.size:
-            steps = np.minimum(np.arange(n), np.maximum(counts[:, None] - 1, 0))  # padding takes no later position
-            k = self._rotated(k, self._lengths[:, None] + steps)
+            k = rotate_items(k, row_positions(self._lengths, counts, n), self._rotary)
         # A signal may break in anywhere: tokens are disowned before their pages go, and so is the core's view of both.
         table, before = self._pages.table, self._held_from
         self._made, self._held_from = None, held_from
         try:
-            self._pages.open(self._lengths, counts, held_from, self.sinks)
+            self._pages.open(self._lengths, counts, before if keep else held_from, self.sinks)
         except BaseException:
             self._held_from = before if self._pages.table is table else held_from
             raise
@@ -255,10 +257,6 @@ class KVCache:
                 self.sinks, capacity,
             )  # fmt: skip
 
-    def _rotated(self, x: Array, positions: Index) -> Array:
-        """x (items, heads, n, head_dim) rotated at positions (items, n), or (n,) for all items."""
-        return rotary_embedding(x, positions, **(self._rotary or {}))
-
     # ---- attention ----
 
     def attend(self, q: ArrayLike, **options: Any) -> Array | AttentionResult:
@@ -277,7 +275,8 @@ class KVCache:
             in `attention`, not the first tokens that a cache with a window keeps.
 
             After an append with `lengths` the queries' padding, too, comes last in each row: give the lengths before
-            the append as ``q_start``.
+            the append as ``q_start``. With tables, dynamic or longrope scaling in `rotary`, rows behind the end of an
+            item that has others before it are always padding.
 
         Returns
         -------
@@ -288,6 +287,8 @@ class KVCache:
         ------
         TypeError, ValueError
             As `attention`, and if a row needs tokens that the window has dropped.
+        IndexError
+            A row at a position for which the tables of `rotary` have no row.
 
         Examples
         --------
@@ -325,7 +326,8 @@ class KVCache:
             if self._rotary is not None:
                 queries = queries.astype(promoted("attention", queries, np.empty(0, self.dtype))[1], copy=False)
                 if queries.size:
-                    queries = self._rotated(queries, start[:, None] + np.arange(queries.shape[2]))
+                    at = query_positions(self, start, queries.shape[2], options.get("q_start") is not None)
+                    queries = rotate_items(queries, at, self._rotary, lengths=self._lengths)
             return attend_stored(self, queries, placed)
 
     # ---- tokens out ----

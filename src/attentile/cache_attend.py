@@ -11,11 +11,13 @@ from . import config
 from .attention import AttentionResult, attention, finish
 from .call import _mask, prepare, promoted
 from .rotary import rotary_embedding
+from .rotary_scaling import depends_on_length
 
 if TYPE_CHECKING:
     from .cache import KVCache
 
 Array = NDArray[Any]
+Index = NDArray[np.intp]
 
 # The options of prepare() that a call need not name.
 _UNUSED: dict[str, Any] = dict.fromkeys(
@@ -84,7 +86,36 @@ def turned(cache: KVCache, x: ArrayLike, before: int) -> Array | None:
     fits = type(x) is np.ndarray and x.dtype is cache.dtype and x.ndim == 4 and x.size > 0
     if not fits or x.shape[0] != cache.batch or x.shape[3] != cache.head_dim:  # type: ignore[union-attr]
         return None
-    start = int(cache._lengths[0])
-    if cache.batch > 1 and (cache._lengths != start).any():
+    length = int(cache._lengths[0])
+    start = length + before * x.shape[2]  # type: ignore[union-attr]
+    if start < 0 or (cache.batch > 1 and (cache._lengths != length).any()):
         return None
-    return rotary_embedding(x, start + before * x.shape[2], **(cache._rotary or {}))  # type: ignore[union-attr]
+    return rotary_embedding(x, start, **(cache._rotary or {}))
+
+
+def row_positions(starts: Index, counts: Index, rows: int) -> Index:
+    """Positions (items, rows) of counts[b] tokens from starts[b] on. Padding behind them takes no later position, for
+    which tables may have no row, and which would change frequencies that depend on the length."""
+    last: Index = np.maximum(starts + counts - 1, 0)
+    positions: Index = np.minimum(starts[:, None] + np.arange(rows), last[:, None])
+    return positions
+
+
+def query_positions(cache: KVCache, start: Index, rows: int, placed: bool) -> Index:
+    """Positions (items, rows) of queries from start[b] on; placed: the caller has given them.
+
+    Tables, and frequencies that depend on the length, know an end: for them the rows behind the last token of an item
+    that has rows before it are padding. Where no row is a token of its item, as when a chunk attends to the cache
+    before it is appended, the rows stand ahead and are no padding.
+    """
+    options: dict[str, Any] = cache._rotary or {}
+    tables = options.get("cos") is not None
+    position: Index = start[:, None] + np.arange(rows)
+    if not tables and not depends_on_length(options.get("scaling")):
+        return position
+    if not placed:  # rows before the first token of an item with fewer tokens than there are rows
+        position = np.maximum(position, 0)
+    ahead = start >= cache._lengths
+    free = ahead.all() if tables else ahead
+    last = np.where(free, np.iinfo(np.intp).max, np.maximum(cache._lengths - 1, 0))
+    return np.minimum(position, last[:, None])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -61,18 +62,43 @@ def window_of(window: Any) -> tuple[int, int] | None:
     return min(left, _FAR), 0
 
 
-def rotary_options(rotary: Any) -> dict[str, Any] | None:
-    """A copy of the options of rotary_embedding that may be given."""
+def rotary_options(owner: str, rotary: Any) -> dict[str, Any] | None:
+    """A copy of the options of rotary_embedding that a cache or a layer may be given."""
     if rotary is None:
         return None
     if not isinstance(rotary, Mapping):
-        raise TypeError(
-            f"KVCache: rotary is a {type(rotary).__name__}; it must be a dict of rotary_embedding's options"
-        )
-    unknown = [str(name) for name in rotary if name not in ROTARY_OPTIONS]
+        raise TypeError(f"{owner}: rotary is {rotary!r}; it must be a dict of rotary_embedding's keyword arguments")
+    unknown = [repr(name) for name in rotary if name not in ROTARY_OPTIONS]
     if unknown:
-        raise ValueError(f"KVCache: rotary has {', '.join(unknown)}; it may have {', '.join(ROTARY_OPTIONS)}")
-    return copy.deepcopy(dict(rotary))
+        raise TypeError(
+            f"{owner}: rotary has the unknown key {', '.join(unknown)}; known are {', '.join(ROTARY_OPTIONS)}"
+        )
+    return copied(rotary)
+
+
+def copied(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Nothing in it is shared with the original. Read-only views of dicts, which deepcopy refuses, become dicts."""
+    return {
+        name: copy.deepcopy(dict(value) if isinstance(value, Mapping) else value) for name, value in options.items()
+    }
+
+
+def pages_per_item(cache: KVCache, batch: int, size: int) -> int:
+    """Pages that `capacity` tokens can touch, wherever they lie; 0 without a capacity."""
+    capacity, pages = cache.capacity, 0
+    if capacity is not None and cache.window is None:
+        pages = -(-capacity // size)
+    elif capacity is not None:
+        kept = min(cache.sinks, capacity)
+        pages = -(-kept // size) + (capacity - kept + 2 * size - 2) // size
+    needed = max(batch, 1) * max(pages, 1) * size * cache.kv_heads * (cache.head_dim + cache.value_dim)
+    if needed * cache.dtype.itemsize > sys.maxsize:
+        raise ValueError(
+            f"KVCache: batch {batch}, kv_heads {cache.kv_heads}, head_dim {cache.head_dim}, value_dim "
+            f"{cache.value_dim}, capacity {capacity}: the storage would be larger than all memory that can be "
+            "addressed; without capacity it grows as needed"
+        )
+    return pages
 
 
 def between(function: str, name: str, value: Any, highest: Index, what: str) -> Index:

@@ -1,7 +1,12 @@
 """The arrays of an attention layer by the names that checkpoints give them.
 
 A convention is a row of `CONVENTIONS`: the names of its arrays, how a weight is used, and what else follows from it. To
-add one, add a row and a case in tests/test_multi_head.py.
+add one, add a row and a case in tests/test_checkpoints.py.
+
+An array that the layer does not use may be one that changes its result: a norm, a bias of the scores, a gate, an
+adapter. There are more kinds than a list can name, so inside a module that is the attention and nothing else every
+array must be used or known to be harmless. Where other parts of a block may lie beside it, only known kinds are
+refused.
 """
 
 from __future__ import annotations
@@ -19,8 +24,19 @@ Array = NDArray[Any]
 _NAME = "MultiHeadAttention.from_arrays"
 _SHOWN = 16  # names listed in an error
 
-# Arrays that change the result in a way that MultiHeadAttention does not compute; to ignore them would be wrong.
-_REFUSED = r"(^|[._])((q|k|query|key|sub)_?(norm|layernorm|ln)|bias_[kv]|[qkv]_bias|\w*sinks|distance_embedding)(\.|$)"
+# Arrays that change the result in a way that MultiHeadAttention does not compute; to ignore them would be wrong. These
+# are refused wherever they lie below the place of the layer.
+_REFUSED = (
+    r"(^|[._])((q|k|query|key|sub)_?(norm|layernorm|ln)|bias_[kv]|[qkv]_bias|\w*sinks|distance_embedding"
+    r"|relative_position_bias_table|rel_pos_\w+|gru_rel_pos\w*|rel_attn_embed|conv_kernel_layer|lora_\w+)(\.|$)"
+)
+# The last part of the name of a module that is an attention, as in layers.0.self_attn or SelfAttention.
+_ATTENTION = r"(?i)att|mha"
+# Arrays of such a module that change nothing, or that the caller gives as `rotary`.
+_HARMLESS = r"(.*\.)?(\w*inv_freq|rotary_emb\w*\.\w+|_extra_state)"
+_MASKS = r"(masked_)?bias"  # the causal mask and the number it writes, which older files hold
+# Norms of the block before and after its attention, and the frequencies of the rotation.
+_GGUF = r"attn_((post_|output_|out_)?norm(_\w+)?|rot_embd)\.\w+"
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +48,8 @@ class Convention:
     biases: tuple[str, ...]  # the same; fewer names than weights: the first is the bias of q, k and v together
     transposed: bool = True  # used as x @ W.T, as PyTorch's Linear does
     options: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the constructor
+    harmless: str = "$."  # regular expression of further arrays that may be ignored; of none, if not given
+    own: str | None = None  # start of the names of the attention's arrays, if the place is a whole block
 
 
 def _linear(models: str, *names: str, **rest: Any) -> Convention:
@@ -45,16 +63,16 @@ CONVENTIONS = (
         ("q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight"), ("in_proj_bias", "out_proj.bias"),
     ),
     _linear("Llama, Mistral, Qwen2", "q_proj", "k_proj", "v_proj", "o_proj"),
-    _linear("OPT, CLIP, Whisper", "q_proj", "k_proj", "v_proj", "out_proj"),
+    _linear("OPT, CLIP, Whisper", "q_proj", "k_proj", "v_proj", "out_proj", harmless=_MASKS),  # masks: GPT-J
     _linear("Phi-3", "qkv_proj", "o_proj"),
-    _linear("BERT", "self.query", "self.key", "self.value", "output.dense"),
+    _linear("BERT", "self.query", "self.key", "self.value", "output.dense", harmless=r"output\.LayerNorm\.\w+"),
     _linear("ViT", "attention.query", "attention.key", "attention.value", "output.dense"),
-    _linear("GPT-2", "c_attn", "c_proj", transposed=False),
-    _linear("GPT-NeoX, BLOOM, Falcon", "query_key_value", "dense", options={"per_head": True}),
-    _linear("T5", "q", "k", "v", "o", options={"scale": 1.0}),
+    _linear("GPT-2", "c_attn", "c_proj", transposed=False, harmless=_MASKS),
+    _linear("GPT-NeoX, BLOOM, Falcon", "query_key_value", "dense", options={"per_head": True}, harmless=_MASKS),
+    _linear("T5", "q", "k", "v", "o", options={"scale": 1.0}, harmless=r"relative_attention_bias\.weight"),
     _linear("ViT of timm", "qkv", "proj"),
-    _linear("GGUF", "attn_q", "attn_k", "attn_v", "attn_output"),
-    _linear("GGUF, fused", "attn_qkv", "attn_output"),
+    _linear("GGUF", "attn_q", "attn_k", "attn_v", "attn_output", own="attn_", harmless=_GGUF),
+    _linear("GGUF, fused", "attn_qkv", "attn_output", own="attn_", harmless=_GGUF),
 )  # fmt: skip
 
 
@@ -79,13 +97,32 @@ def find_attention(arrays: Mapping[str, Any], prefix: str) -> Found:
     if len(complete) != 1:
         raise ValueError(_not_one(names, prefix, candidates, complete))
     convention, place = complete[0]
-    refused = sorted(name for name in names if name.startswith(place) and re.search(_REFUSED, name[len(place) :]))
+    below = sorted(name[len(place) :] for name in names if name.startswith(place))
+    refused = [place + name for name in below if re.search(_REFUSED, name)]
     if refused:
         raise ValueError(
             f"{_NAME}: {_listed(refused)} would change the result in a way that is not supported; "
             "to go on without, leave it out of arrays (sinks can be given to the call)"
         )
+    unknown = [place + name for name in below if _is_unknown(name, convention, place)]
+    if unknown:
+        raise ValueError(
+            f"{_NAME}: {_listed(unknown)} belongs to the attention {place[:-1]!r} and may change the result in a way "
+            f"that is not supported ({convention.models} has no array of this name); if it does not, leave it out of "
+            "arrays"
+        )
     return _take(arrays, set(names), convention, place)
+
+
+def _is_unknown(name: str, convention: Convention, place: str) -> bool:
+    """Whether an array below place belongs to the attention and is neither used nor known to be harmless."""
+    if convention.own is None:
+        inside = not place or re.search(_ATTENTION, place.split(".")[-2]) is not None
+    else:
+        inside = name.startswith(convention.own)
+    if not inside or name in convention.weights or name in convention.biases:
+        return False
+    return re.fullmatch(_HARMLESS, name) is None and re.fullmatch(convention.harmless, name) is None
 
 
 def _candidates(names: list[str], prefix: str) -> dict[tuple[Convention, str], list[str]]:

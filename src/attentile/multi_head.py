@@ -10,11 +10,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from .attention import OPTIONS, AttentionResult, attention
 from .cache import KVCache
+from .cache_attend import row_positions
+from .cache_checks import between, copied, rotary_options
+from .cache_undo import attempt
 from .call import check_out, check_scale, promoted, rounded
 from .checkpoints import find_attention
 from .masks import positive_index
 from .projections import NAME, Projections, matrix, times, vector, width_per_head
-from .rotary import ROTARY_OPTIONS, rotary_embedding
+from .rotary import rotary_embedding, rotate_items, same_rotation
 
 Array = NDArray[Any]
 
@@ -119,7 +122,9 @@ class MultiHeadAttention:
             self._project.head_dim, self._project.d_in, self._project.d_context,
         )  # fmt: skip
         self.d_out = self._w_o.shape[1]
-        self.rotary = _checked_rotary(rotary, self.head_dim)
+        self._rotary = rotary_options(NAME, rotary)
+        if self._rotary is not None:  # its own checks, with heads of this width
+            rotary_embedding(np.empty((0, self.head_dim), np.float32), **self._rotary)
         arrays = [*self._project.arrays, self._w_o, *([] if self._b_o is None else [self._b_o])]
         promoted(NAME, *arrays)
         # An empty array that stands for all weights when a call settles its dtype.
@@ -150,8 +155,8 @@ class MultiHeadAttention:
         Raises
         ------
         ValueError
-            No known set of names is complete, or more than one is, or there is an array that changes the result and
-            is not supported (a norm of the queries or keys, learned extra keys). The message lists what was found.
+            No known set of names is complete, or more than one is, or the attention has a further array, which may
+            change the result (a norm, a bias of the scores, a gate, an adapter). The message lists what was found.
         TypeError
             Arrays that are not floating, as those of quantised checkpoints.
 
@@ -189,6 +194,11 @@ class MultiHeadAttention:
         found = find_attention(arrays, prefix)
         return cls(*found.weights, num_heads=num_heads, num_kv_heads=num_kv_heads, **found.options, rotary=rotary)
 
+    @property
+    def rotary(self) -> dict[str, Any] | None:
+        """The options of the rotation, a copy, or None."""
+        return None if self._rotary is None else copied(self._rotary)
+
     def __repr__(self) -> str:
         parts = [f"d_in={self.d_in}"]
         if self.d_context != self.d_in:
@@ -199,8 +209,8 @@ class MultiHeadAttention:
         parts.append(f"head_dim={self.head_dim}")
         if self.value_dim != self.head_dim:
             parts.append(f"value_dim={self.value_dim}")
-        if self.rotary is not None:
-            parts.append(f"rotary={self.rotary}")
+        if self._rotary is not None:
+            parts.append(f"rotary={self._rotary}")
         return f"{NAME}({', '.join(parts)})"
 
     # ---- a call ----
@@ -221,7 +231,8 @@ class MultiHeadAttention:
             their projection when many calls share one context.
         positions : int or array_like of int, shape (L,) or (..., L), optional
             For rotary only (the masks count rows, see `q_start`): the position of row 0, or of each row. Default: 0,
-            with a cache the length of the item.
+            with a cache the length of the item. Of dynamic and longrope scaling each batch item has the frequencies
+            of its own largest position.
         cache : KVCache, optional
             The keys and values of x are appended to it, and its default mask holds: a row sees all before it and
             itself. x is then (batch, L, d_in), or (L, d_in) for a cache of one item. The cache turns queries and keys
@@ -243,7 +254,10 @@ class MultiHeadAttention:
         Raises
         ------
         ValueError, TypeError
-            As `attention`, and for arguments that do not go together. A cache is then as it was before the call.
+            As `attention`, and for arguments that do not go together. After every error, whatever its kind, a cache is
+            as it was before the call.
+        IndexError
+            A row at a position for which the tables of `rotary` have no row.
         """
         _check_options(options)
         x, context = _rows("x", x, self.d_in), self._source(context)
@@ -259,14 +273,18 @@ class MultiHeadAttention:
             options.setdefault("scale", self._scale)
         q, k, v = self._heads(plan)
         if cache is not None:
-            result = self._attend_cached(q, k, v, cache, positions, lengths, options)
-        else:
-            if self.rotary is not None:
-                q, k = self._turn(q, positions), self._turn(k, positions)
-            if q.shape[-2] != 1:  # the heads of a row side by side, as w_o takes them; a single row lies so anyway
-                beside = np.empty((*plan.lead, q.shape[-2], self.num_heads, self.value_dim), plan.compute)
-                options["out"] = beside.swapaxes(-2, -3)
-            result = attention(q, k, v, **options)
+
+            def call() -> Array | AttentionResult:
+                return self._finish(self._attend_cached(q, k, v, cache, positions, lengths, options), plan, out)
+
+            found: Array | AttentionResult = attempt(cache, call)
+            return found
+        if self._rotary is not None:
+            q, k = self._turn(q, positions), self._turn(k, positions)
+        if q.shape[-2] != 1:  # the heads of a row side by side, as w_o takes them; a single row lies so anyway
+            beside = np.empty((*plan.lead, q.shape[-2], self.num_heads, self.value_dim), plan.compute)
+            options["out"] = beside.swapaxes(-2, -3)
+        result = attention(q, k, v, **options)
         return self._finish(result, plan, out)
 
     def keys_values(self, context: ArrayLike) -> tuple[Array, Array]:
@@ -318,9 +336,9 @@ class MultiHeadAttention:
         return k, v
 
     def _check_positions(self, positions: Any, context: Any) -> None:
-        if self.rotary is not None and context is not None:
+        if self._rotary is not None and context is not None:
             raise ValueError(f"{NAME}: context and rotary do not go together: the rows of context have no position")
-        if self.rotary is None and positions is not None:
+        if self._rotary is None and positions is not None:
             raise ValueError(
                 f"{NAME}: positions are for a layer with rotary and this one has none (q_start places the masks)"
             )
@@ -334,11 +352,11 @@ class MultiHeadAttention:
             )
         if x.ndim > 3:
             raise ValueError(f"{NAME}: x has shape {x.shape}; with a cache it must be (batch, L, {self.d_in})")
-        if cache.rotary is None:
+        if cache._rotary is None:
             return
-        if self.rotary is not None and not _same_options(self.rotary, cache.rotary):
+        if self._rotary is not None and not same_rotation(self._rotary, cache._rotary, self.head_dim):
             raise ValueError(
-                f"{NAME}: the layer has rotary={self.rotary} and the cache rotary={cache.rotary}; "
+                f"{NAME}: the layer has rotary={self._rotary} and the cache rotary={cache._rotary}; "
                 "they must be equal, or one of them None"
             )
         if positions is not None:
@@ -376,29 +394,30 @@ class MultiHeadAttention:
 
     def _turn(self, x: Array, positions: Any) -> Array:
         """x (..., heads, L, head_dim), which is ours, turned: in place, but for one row a new array is quicker."""
-        return rotary_embedding(x, positions, **(self.rotary or {}), out=x if x.shape[-2] > 1 else None)
+        return rotate_items(x, positions, self._rotary or {}, out=x if x.shape[-2] > 1 else None)
 
     def _attend_cached(
         self, q: Array, k: Array, v: Array, cache: KVCache, positions: Any, lengths: Any, options: dict[str, Any]
     ) -> Array | AttentionResult:
-        """Appends k and v and attends; if either fails the cache is as before."""
-        before = cache.lengths
-        if self.rotary is not None and cache.rotary is None:
-            if positions is None and (before == before[:1]).all():
+        """Appends k and v, with the pages that attempt() may need, and attends."""
+        before, rows = cache.lengths, q.shape[-2]
+        counts = np.full(before.shape, rows, np.intp)
+        if lengths is not None:
+            counts = between(NAME, "lengths", lengths, counts, "the rows of x")
+        if self._rotary is not None and cache._rotary is None:
+            if positions is not None:
+                positions = positions if lengths is None else _unpadded(positions, counts, rows)
+            elif (before == before[:1]).all() and (counts == rows).all():
                 positions = int(before[0]) if before.size else None  # an int is the quickest form
-            elif positions is None:
-                positions = before[:, None] + np.arange(q.shape[-2])
+            else:
+                positions = row_positions(before, counts, rows)
             q, k = self._turn(q, positions), self._turn(k, positions)
         if lengths is not None and options.get("q_start") is None:
             # The cache takes the last L tokens of an item for its queries; rows that are left-aligned start here.
             options["q_start"] = before
             options.setdefault("causal", True)
-        cache.append(k, v, lengths=lengths)
-        try:
-            return cache.attend(q, **options)
-        except BaseException:
-            cache.truncate(before)
-            raise
+        cache._append(k, v, lengths, keep=True)
+        return cache.attend(q, **options)
 
     def _finish(self, result: Array | AttentionResult, plan: _Plan, out: Array | None) -> Array | AttentionResult:
         """Concatenates the heads, projects by w_o, and gives everything the caller's dtype and axes."""
@@ -436,24 +455,15 @@ def _check_options(options: dict[str, Any]) -> None:
         raise TypeError(f"{NAME}: unknown option {unknown[0]!r}; known are {', '.join(sorted(_OPTIONS))}")
 
 
-def _checked_rotary(rotary: Any, head_dim: int) -> dict[str, Any] | None:
-    """A copy of the options, after rotary_embedding has seen them with heads of this width."""
-    if rotary is None:
-        return None
-    if not isinstance(rotary, Mapping):
-        raise TypeError(f"{NAME}: rotary is {rotary!r}; it must be a dict of rotary_embedding's keyword arguments")
-    unknown = sorted(map(str, set(rotary).difference(ROTARY_OPTIONS)))
-    if unknown:
-        known = ", ".join(sorted(ROTARY_OPTIONS))
-        raise TypeError(f"{NAME}: rotary has the unknown key {unknown[0]!r}; known are {known}")
-    rotary_embedding(np.empty((0, head_dim), np.float32), **rotary)
-    return dict(rotary)
-
-
-def _same_options(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Equal dicts, whose values may be arrays."""
-    return one.keys() == other.keys() and all(
-        one[key] is other[key]
-        or (np.array_equal(one[key], other[key]) if key in ("cos", "sin") else one[key] == other[key])
-        for key in one
-    )
+def _unpadded(positions: Any, counts: Array, rows: int) -> Any:
+    """Given positions with those of padding replaced by the last one before it, or by 0 if there is none."""
+    at = np.asarray(positions)
+    if at.dtype.kind not in "iu" or (at.ndim and at.shape[-1] != rows) or at.size == 0:
+        return positions  # for rotary_embedding to refuse
+    if at.ndim == 0:
+        at = at + np.arange(rows)
+    row = np.minimum(np.arange(rows), counts[:, None] - 1)
+    if at.ndim > 2 or (at.ndim == 2 and len(at) not in (1, len(counts))):
+        return positions
+    found = np.take_along_axis(np.broadcast_to(at, row.shape), np.maximum(row, 0), axis=1)
+    return np.where(row < 0, 0, found)

@@ -11,7 +11,17 @@ from numpy.typing import ArrayLike, NDArray
 from . import config, reference_angles
 from .call import check_out, promoted, ready
 from .integers import index
-from .rotary_scaling import DEFAULT_BASE, Frequencies, flag, number, plain_frequencies, read_scaling, scaled_frequencies
+from .rotary_scaling import (
+    DEFAULT_BASE,
+    Frequencies,
+    counted_length,
+    depends_on_length,
+    flag,
+    number,
+    plain_frequencies,
+    read_scaling,
+    scaled_frequencies,
+)
 
 Array = NDArray[Any]
 
@@ -412,3 +422,58 @@ ROTARY_OPTIONS = tuple(name for name in rotary_embedding.__kwdefaults__ or () if
 def _not_in(out: Array, table: Array) -> Array:
     """The table, or a copy of it if writing to out could change it."""
     return table.copy() if np.may_share_memory(out, table) else table
+
+
+def rotate_items(
+    x: Array, positions: Any, options: Mapping[str, Any], out: Array | None = None, lengths: Array | None = None
+) -> Array:
+    """rotary_embedding with the options of a cache or a layer, where no batch item may change the result of another.
+
+    Frequencies that depend on the length are those of each item's own positions, or of its entry in lengths if that is
+    larger. Items that have the same ones share a call, and without such frequencies there is one call.
+    """
+    scaling = options.get("scaling")
+    if scaling is None or np.ndim(positions) < 2 or not x.size or not depends_on_length(scaling):
+        return rotary_embedding(x, positions, **options, out=out)
+    items, rules = x.reshape(-1, *x.shape[-3:]), read_scaling(scaling)
+    given = _places(positions, x.shape[:-3], x.shape[-2]).array
+    at = np.broadcast_to(given if given is not None else 0, (len(items), x.shape[-2]))
+    reached = at.max(axis=1) + 1
+    wanted = reached if lengths is None else np.maximum(reached, lengths)
+    counted = np.array([counted_length(rules, length) for length in wanted.tolist()])
+    turned = np.empty_like(items)
+    for kind in np.unique(counted):
+        group = np.flatnonzero(counted == kind)
+        part, places = items[group], at[group]
+        if (reached[group] < wanted[group]).any():  # one more row, at the end of the item, makes the call that long
+            part = np.concatenate([part, part[:, :, -1:]], axis=2)
+            places = np.concatenate([places, wanted[group, None] - 1], axis=1)
+        turned[group] = rotary_embedding(part, places, **options)[:, :, : x.shape[-2]]
+    if out is None:
+        return turned.reshape(x.shape)
+    out[...] = turned.reshape(x.shape)
+    return out
+
+
+def _settled(options: Mapping[str, Any], width: int) -> tuple[Any, ...]:
+    """What the options of rotary_embedding, which it has checked with rows of this width, say with defaults filled in.
+
+    The tables are last.
+    """
+    base, fraction, scaling = number("base", options.get("base", DEFAULT_BASE)), None, None
+    if options.get("scaling") is not None:
+        rules = read_scaling(options["scaling"])
+        base, fraction = base if rules.base is None else rules.base, rules.rotary_fraction
+        scaling = (rules.kind, rules.values) if rules.kind != "default" else None
+    dim = _rotary_dim(options.get("rotary_dim"), width, fraction)
+    return base, dim, bool(options.get("interleaved", False)), scaling, options.get("cos"), options.get("sin")
+
+
+def same_rotation(one: Mapping[str, Any], other: Mapping[str, Any], width: int) -> bool:
+    """Whether both turn rows of this width alike, by their options with defaults filled in."""
+    *plain, cos, sin = _settled(one, width)
+    *others, cos_too, sin_too = _settled(other, width)
+    pairs = ((cos, cos_too), (sin, sin_too))
+    return plain == others and all(
+        a is b or (a is not None and b is not None and np.array_equal(a, b)) for a, b in pairs
+    )

@@ -387,8 +387,21 @@ def plain_frequencies(base: float, dim: int) -> Frequencies:
     return _evaluated("default", (), base, dim, 0)
 
 
+def depends_on_length(scaling: Any) -> bool:
+    """Whether a dictionary (or None) names one of the methods whose frequencies change with the length."""
+    return scaling is not None and read_scaling(scaling).kind in ("dynamic", "longrope")
+
+
+def counted_length(scaling: Scaling, length: int) -> int:
+    """What the frequencies take from the length: equal numbers, equal frequencies."""
+    values = dict(scaling.values)
+    if scaling.kind == "longrope":
+        return int(length > values[_TRAINED])
+    return max(length, int(_trained(values))) if scaling.kind == "dynamic" else 0
+
+
 def scaled_frequencies(scaling: Scaling, base: float, dim: int, length: int) -> Frequencies:
-    """Frequencies of a call whose largest position is length - 1."""
+    """Frequencies of rows whose largest position is length - 1."""
     values = dict(scaling.values)
     if scaling.kind == "yarn" and base <= 1:
         raise ValueError(f"rotary_embedding: base is {base}; scaling of type 'yarn' needs a base above 1")
@@ -399,10 +412,6 @@ def scaled_frequencies(scaling: Scaling, base: float, dim: int, length: int) -> 
                     f"rotary_embedding: scaling[{name!r}] has {len(values[name])} numbers; it needs rotary_dim / 2 = "
                     f"{dim // 2}, one per pair"
                 )
-        length = int(length > values[_TRAINED])
-    elif scaling.kind == "dynamic":
-        if length <= _trained(values):
-            return plain_frequencies(base, dim)
-    else:
-        length = 0
-    return _evaluated(scaling.kind, scaling.values, base, dim, length)
+    if scaling.kind == "dynamic" and length <= _trained(values):
+        return plain_frequencies(base, dim)
+    return _evaluated(scaling.kind, scaling.values, base, dim, counted_length(scaling, length))
