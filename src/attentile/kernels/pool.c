@@ -42,7 +42,7 @@ static at_wake done = AT_WAKE_INIT;
 static _Atomic int waiting; /* the caller sleeps on `done` */
 static _Atomic int workers;
 static at_once_flag once = AT_ONCE_INIT;
-static int spin_rounds; /* in SPIN_NANOSECONDS, on this processor */
+static ptrdiff_t spin_rounds; /* in SPIN_NANOSECONDS, on this processor */
 static at_local scratch;
 static int no_scratch; /* the system had no thread-local pointer left */
 
@@ -89,7 +89,7 @@ static int is_wanted(int mine, uint32_t last, uint32_t* region) {
 /* Waits for such a region; spins, then sleeps. */
 static uint32_t next_region(int mine, uint32_t last) {
     uint32_t region;
-    for (int spin = 0; spin < spin_rounds; spin++) {
+    for (ptrdiff_t spin = 0; spin < spin_rounds; spin++) {
         if (is_wanted(mine, last, &region)) return region;
         AT_RELAX();
     }
@@ -159,7 +159,7 @@ static void measure_spin(void) {
         if (took < best) best = took;
     }
     (void)sink;
-    spin_rounds = (int)(SPIN_NANOSECONDS * rounds / (best ? best : 1));
+    spin_rounds = (ptrdiff_t)(SPIN_NANOSECONDS * rounds / (best ? best : 1));
 }
 
 static void initialise(void) {
@@ -169,7 +169,7 @@ static void initialise(void) {
 }
 
 static void wait_for(ptrdiff_t tasks) {
-    for (int spin = 0; spin < spin_rounds; spin++) {
+    for (ptrdiff_t spin = 0; spin < spin_rounds; spin++) {
         if (atomic_load_explicit(&finished, memory_order_acquire) == tasks) return;
         AT_RELAX();
     }
