@@ -251,3 +251,35 @@ def test_an_unknown_option_is_refused_alike():
         with pytest.raises(TypeError, match=rf"^{owner}: rotary is True; it must be a dict"):
             made(rotary=True)
     assert MultiHeadAttention(*[np.eye(4)] * 4, num_heads=2).rotary is None
+
+
+def test_large_tables_are_compared_once_and_not_copied_by_the_layer(monkeypatch):
+    from attentile import multi_head
+
+    angles = np.outer(np.arange(64), 1.0 / 10 ** np.arange(4))
+    options = {"cos": np.cos(angles), "sin": np.sin(angles)}
+    w = np.eye(16)
+    layer = MultiHeadAttention(w, w, w, w, num_heads=2, rotary=options)
+    cache = KVCache(1, 2, 8, dtype="float64", rotary=options)
+    assert np.shares_memory(layer.rotary["cos"], options["cos"])
+    assert not np.shares_memory(cache.rotary["cos"], options["cos"])
+    for owner in (layer, cache):
+        with pytest.raises(ValueError, match="read-only"):
+            owner.rotary["cos"][0, 0] = 7
+    calls, real = [], multi_head.same_rotation
+    monkeypatch.setattr(multi_head, "same_rotation", lambda *arguments: calls.append(1) or real(*arguments))
+    for _ in range(5):
+        layer(np.ones((1, 1, 16)), cache=cache)
+    layer(np.ones((1, 1, 16)), cache=cache.fork())
+    assert len(calls) == 1
+    with pytest.raises(ValueError, match="they must be equal"):
+        layer(np.ones((1, 1, 16)), cache=KVCache(1, 2, 8, rotary={"cos": options["sin"], "sin": options["cos"]}))
+
+
+@pytest.mark.parametrize("position", [np.uint64(5), np.int8(5), 5])
+def test_positions_of_every_integer_kind_with_padding(position):
+    w = np.eye(16)
+    layer, x = MultiHeadAttention(w, w, w, w, num_heads=2, rotary={}), np.ones((1, 3, 16))
+    found = layer(x, positions=position, cache=KVCache(1, 2, 8, dtype="float64"), lengths=[2])
+    wanted = layer(x[:, :2], positions=5, cache=KVCache(1, 2, 8, dtype="float64"))
+    assert_array_equal(found[:, :2], wanted)

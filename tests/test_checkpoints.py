@@ -265,3 +265,10 @@ def test_torch_layer_with_other_widths_of_the_context():
     layer = MultiHeadAttention.from_arrays(torch_separate(w), num_heads=4)
     x, context = normal(4, 12), normal(3, 5, seed=1)
     assert_allclose(layer(x, context), oracle(w, x, context), **CLOSE64)
+
+
+def test_scales_of_a_quantised_file_are_told_apart_from_unknown_arrays():
+    arrays = {f"attn.{p}_proj.weight": np.ones((8, 8), np.int8) for p in "qkvo"}
+    arrays |= {f"attn.{p}_proj.weight_scale": np.ones(8) for p in "qkvo"}
+    with pytest.raises(TypeError, match="dequantise the weights"):
+        MultiHeadAttention.from_arrays(arrays, "attn", num_heads=2)

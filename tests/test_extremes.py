@@ -57,6 +57,29 @@ def test_slopes_must_fit_the_arithmetic(impl):
     assert np.isfinite(attention(*qkv(np.float64), causal=True, alibi_slopes=[1e39, 0])).all()
 
 
+@pytest.mark.parametrize("dtype", REALS)
+def test_the_quick_way_of_a_cache_knows_the_range_too(impl, dtype):
+    largest = float(np.finfo(dtype).max)
+    cache, (q, k, v) = KVCache(1, 2, 8, dtype=dtype), qkv(dtype)
+    cache.append(k, v)
+    last = q[:, :, -1:]
+    for softcap in (largest, largest / 3, largest / 5, 1e300, 1e-300):
+        general = cache.attend(last, softcap=softcap, return_lse=True).out
+        assert_array_equal(cache.attend(last, softcap=softcap), general)
+    for scale in (largest / 1.4427 * 1.02, -largest):
+        with pytest.raises(ValueError, match=r"^KVCache.attend: scale is .*; in float\d\d it must lie between"):
+            cache.attend(last, scale=scale)
+    assert np.isfinite(cache.attend(0 * last, scale=0.99 * largest / 1.4427)).all()
+
+
+def test_integers_beyond_float64_are_out_of_range(impl):
+    q, k, v = qkv(np.float64)
+    with pytest.raises(ValueError, match=r"^attention: scale is inf; it must be finite"):
+        attention(q, k, v, scale=10**400)
+    with pytest.raises(ValueError, match=r"^attention: softcap is inf"):
+        attention(q, k, v, softcap=10**400)
+
+
 # ---- np.seterr ----
 
 
@@ -166,6 +189,20 @@ def test_masked_arrays_are_refused_for_their_mask_would_be_lost(impl, name):
     arrays[name] = np.ma.array(arrays[name], mask=np.eye(4, dtype=bool))
     with pytest.raises(TypeError, match=rf"^attention: {name} is a masked array.*filled"):
         attention(**arrays)
+
+
+def test_masked_arrays_are_refused_everywhere(impl):
+    x = np.ma.array(np.ones((1, 2, 3, 8)), mask=False)
+    cache = KVCache(1, 2, 8, rotary={})
+    with pytest.raises(TypeError, match=r"^KVCache.append: k is a masked array"):
+        cache.append(x, np.ones(x.shape))
+    with pytest.raises(TypeError, match=r"^KVCache.attend: q is a masked array"):
+        cache.attend(x)
+    with pytest.raises(TypeError, match=r"^rotary_embedding: x is a masked array"):
+        attentile.rotary_embedding(x)
+    w = np.eye(8)
+    with pytest.raises(TypeError, match=r"^MultiHeadAttention: x is a masked array"):
+        attentile.MultiHeadAttention(w, w, w, w, num_heads=2)(x[0])
 
 
 # ---- shapes at the edge ----

@@ -96,6 +96,31 @@ print(json.dumps([of_workers, of_process, default, why]))
 
 
 @needs_proc
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs affinity")
+def test_a_first_thread_on_one_processor_does_not_put_the_workers_there(compiled):
+    """As OpenMP's OMP_PROC_BIND does to it."""
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two processors")
+    code = """
+every, found = os.sched_getaffinity(0), []
+os.sched_setaffinity(0, {min(every)})
+def free():
+    os.sched_setaffinity(0, every)
+    found.extend(workers_of(3))
+thread = threading.Thread(target=free)
+thread.start()
+thread.join()
+for _ in range(500):
+    of_workers = [os.sched_getaffinity(task) == every for task in found]
+    if all(of_workers):
+        break
+    time.sleep(0.01)
+print(json.dumps(of_workers))
+"""
+    assert told_by(code) == [True, True]
+
+
+@needs_proc
 def test_a_call_for_few_threads_wakes_no_others(compiled):
     """After one call with many threads, the workers that later calls have no work for sleep on."""
     code = """

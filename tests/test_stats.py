@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from oracle import allowed_keys
 
-from attentile import attention, attention_stats
+from attentile import attention, attention_stats, stats, use_backend
 from attentile.stats import KINDS
 
 CASES = {
@@ -259,3 +259,20 @@ def test_empty(impl, shape):
 def test_errors(impl, change, error, words):
     with pytest.raises(error, match=rf"^attention_stats: .*{words}"):
         attention_stats(np.ones((3, 4)), np.ones((3, 4)), np.ones((3, 4)), **change)
+
+
+def test_both_passes_run_on_one_backend(compiled, monkeypatch):
+    """Another thread may call use_backend() between them, and each backend has its own unit for what they share."""
+    q = np.random.default_rng(0).standard_normal((1, 2, 9, 8))
+    expected = attention_stats(q, q, q)
+    real = stats.attend
+
+    def switching(*arguments, **options):
+        real(*arguments, **options)
+        use_backend("numpy")
+
+    monkeypatch.setattr(stats, "attend", switching)
+    with use_backend("compiled"):
+        found = attention_stats(q, q, q)
+        monkeypatch.undo()
+    np.testing.assert_array_equal(found.entropy, expected.entropy)

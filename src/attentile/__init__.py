@@ -1,5 +1,7 @@
 """Exact transformer attention for NumPy arrays at the speed of the CPU."""
 
+from typing import TYPE_CHECKING
+
 from .attention import AttentionResult, attention
 from .cache import KVCache
 from .config import get_num_threads, num_threads, set_num_threads, show_config, use_backend
@@ -45,10 +47,14 @@ __all__ = [
 _introduce()
 
 
-def __getattr__(name: str) -> str:
-    """__version__, looked up when it is asked for: reading an installation's metadata takes as long as this import."""
-    if name == "__version__":
-        from .config import version
+if TYPE_CHECKING:
+    __version__: str
+else:
 
-        return version()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name):
+        """__version__, looked up when it is asked for: to read it takes as long as to import all the rest."""
+        if name == "__version__":
+            from .config import version
+
+            return version()
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -168,9 +168,10 @@ cdef class CacheView:
         """KVCache.attend of the last tokens, with its checks: None if the general way must decide."""
         if type(q) is not ndarray or q.dtype is not self.dtype or q.ndim != 4:
             return None
-        if scale is not None and (type(scale) is not float or not isfinite(scale)):
+        # What is near the ends of the range of float32 is for the general way, which knows the range of each dtype.
+        if scale is not None and (type(scale) is not float or not isfinite(<float> (<double> scale * LOG2E))):
             return None
-        if softcap is not None and (type(softcap) is not float or not isfinite(softcap) or softcap <= 0):
+        if softcap is not None and (type(softcap) is not float or not 1e-37 < softcap < 8e37):
             return None
         if self.dtype is float32:
             return attend_last[float](self, q, threads, scale, softcap or 0.0)

@@ -23,7 +23,7 @@ from . import cache_file, config
 from .attention import AttentionResult
 from .cache_attend import attend_stored, query_positions, row_positions, turned
 from .cache_file import File
-from .call import named_in_errors, promoted, ready
+from .call import as_array, named_in_errors, promoted, ready
 from .merge import merge_attention
 from .pages import PAGE_KEYS, PANEL, PagePool, PageTable, addresses_in
 from .rotary import rotate_items
@@ -131,7 +131,7 @@ class KVCache:
         if self.capacity is not None and self.window is None:
             size = min(PAGE_KEYS, -(-self.capacity // PANEL) * PANEL)
         pages = checks.pages_per_item(self, batch, size)
-        self._rotary = checks.rotary_options("KVCache", rotary)
+        self._rotary = checks.rotary_options("KVCache", rotary, tables=True)
         if self._rotary is not None:  # its own checks, before anything is stored
             rotate_items(np.zeros((1, 1, 1, self.head_dim), self.dtype), 0, self._rotary)
         self._lengths, self._held_from = np.zeros(batch, np.intp), np.zeros(batch, np.intp)
@@ -153,7 +153,7 @@ class KVCache:
 
     @property
     def rotary(self) -> Mapping[str, Any] | None:
-        """The options of the rotation, a copy, or None."""
+        """The options of the rotation, a copy with read-only tables, or None."""
         return None if self._rotary is None else MappingProxyType(checks.copied(self._rotary))
 
     @property
@@ -311,7 +311,7 @@ class KVCache:
                 result: Array | None = view.attend(given, threads, options.get("scale"), options.get("softcap"))
                 if result is not None:
                     return result
-        queries = np.asarray(q)
+        queries = as_array("KVCache.attend", "q", q)
         if queries.ndim != 4 or (queries.shape[0], queries.shape[3]) != (self.batch, self.head_dim):
             raise ValueError(
                 f"KVCache.attend: q has shape {queries.shape}; it must be ({self.batch}, heads, rows, {self.head_dim})"

@@ -93,7 +93,7 @@ def turned(cache: KVCache, x: ArrayLike, before: int) -> Array | None:
     return rotary_embedding(x, start, **(cache._rotary or {}))
 
 
-def row_positions(starts: Index, counts: Index, rows: int) -> Index:
+def row_positions(starts: Index, counts: Index | int, rows: int) -> Index:
     """Positions (items, rows) of counts[b] tokens from starts[b] on. Padding behind them takes no later position, for
     which tables may have no row, and which would change frequencies that depend on the length."""
     last: Index = np.maximum(starts + counts - 1, 0)

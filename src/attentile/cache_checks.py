@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from .attention import OPTIONS
+from .call import as_array
 from .integers import index
 from .masks import _FAR, _check_causal, _per_item
 from .rotary import ROTARY_OPTIONS
@@ -62,8 +63,8 @@ def window_of(window: Any) -> tuple[int, int] | None:
     return min(left, _FAR), 0
 
 
-def rotary_options(owner: str, rotary: Any) -> dict[str, Any] | None:
-    """A copy of the options of rotary_embedding that a cache or a layer may be given."""
+def rotary_options(owner: str, rotary: Any, tables: bool) -> dict[str, Any] | None:
+    """A copy of the options of rotary_embedding that a cache or a layer may be given; tables: of their arrays too."""
     if rotary is None:
         return None
     if not isinstance(rotary, Mapping):
@@ -73,14 +74,21 @@ def rotary_options(owner: str, rotary: Any) -> dict[str, Any] | None:
         raise TypeError(
             f"{owner}: rotary has the unknown key {', '.join(unknown)}; known are {', '.join(ROTARY_OPTIONS)}"
         )
-    return copied(rotary)
+    return copied(rotary, tables)
 
 
-def copied(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Nothing in it is shared with the original. Read-only views of dicts, which deepcopy refuses, become dicts."""
-    return {
-        name: copy.deepcopy(dict(value) if isinstance(value, Mapping) else value) for name, value in options.items()
-    }
+def copied(options: Mapping[str, Any], tables: bool = False) -> dict[str, Any]:
+    """A copy that shares nothing with the original, but for cos and sin without `tables`: they may be large, so they
+    become views that cannot be written to. Read-only views of dicts, which deepcopy refuses, become dicts."""
+
+    def one(value: Any) -> Any:
+        if isinstance(value, np.ndarray) and not tables:
+            value = value.view()
+            value.flags.writeable = False
+            return value
+        return copy.deepcopy(dict(value) if isinstance(value, Mapping) else value)
+
+    return {name: one(value) for name, value in options.items()}
 
 
 def pages_per_item(cache: KVCache, batch: int, size: int) -> int:
@@ -172,7 +180,7 @@ def check_held(start: Index, rows: int, valid: Index, left: int, sinks: int, hel
 
 
 def incoming(cache: KVCache, name: str, value: ArrayLike, width: int) -> Array:
-    array = np.asarray(value)
+    array = as_array("KVCache.append", name, value)
     if not np.can_cast(array.dtype, cache.dtype, "same_kind"):
         raise TypeError(
             f"KVCache.append: {name} has dtype {array.dtype}; it must be real numbers, which become {cache.dtype}"

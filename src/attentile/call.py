@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,16 @@ def _bias_in(bias: Array, dtype: np.dtype[Any]) -> Array:
 
 
 # ---- checks ----
+
+
+def as_array(function: str, name: str, value: Any) -> Array:
+    """np.asarray, but not of a masked array, whose mask would be lost without a word."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(
+            f"{function}: {name} is a masked array, whose mask would be lost; pass {name}.filled(...), and keys to "
+            "leave out as mask= of attention"
+        )
+    return np.asarray(value)
 
 
 @contextmanager
@@ -215,7 +226,7 @@ def _broadcast(name: str, array: Array, shape: tuple[int, ...]) -> Array:
 def _mask(mask: Any, shape: tuple[int, ...]) -> Array | None:
     if mask is None:
         return None
-    mask = np.asarray(mask)
+    mask = as_array("attention", "mask", mask)
     if mask.dtype != np.bool_:
         hint = "pass it as bias=" if mask.dtype.kind == "f" or mask.dtype.name == "bfloat16" else "pass mask != 0"
         raise TypeError(f"attention: mask has dtype {mask.dtype}; it must be bool, True = may attend ({hint}?)")
@@ -225,7 +236,7 @@ def _mask(mask: Any, shape: tuple[int, ...]) -> Array | None:
 def _bias(bias: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array | None:
     if bias is None:
         return None
-    bias = np.asarray(bias)
+    bias = as_array("attention", "bias", bias)
     if bias.dtype.kind != "f" and bias.dtype.name != "bfloat16":
         hint = "pass it as mask=" if bias.dtype == np.bool_ else "convert it with .astype(float)"
         raise TypeError(f"attention: bias has dtype {bias.dtype}; it must be floating ({hint}?)")
@@ -302,14 +313,7 @@ def prepare(
     stored: k and v only stand for shape and dtype of what a cache holds, and stay as they are. kept: rows see the first
     keys whatever the lower ends of their intervals, so a mask must not become one.
     """
-    given = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias}
-    for name, array in given.items():
-        if isinstance(array, np.ma.MaskedArray):
-            raise TypeError(
-                f"attention: {name} is a masked array, whose mask would be lost; pass {name}.filled(...), and keys to "
-                "leave out as mask="
-            )
-    q, k, v = np.asarray(q), np.asarray(k), np.asarray(v)
+    q, k, v = (as_array("attention", name, array) for name, array in (("q", q), ("k", k), ("v", v)))
     for name, array in (("q", q), ("k", k), ("v", v)):
         if array.ndim < 2:
             raise ValueError(f"attention: {name} has shape {array.shape}; it needs at least two axes, (rows, width)")
@@ -383,19 +387,23 @@ def _run(arrays: dict[str, Array], attend: Callable[..., None], options: dict[st
 
 
 def execute(
-    lead: tuple[int, ...], named: dict[str, Array | None], name: str, scale: float, threads: int, **options: Any
-) -> None:
-    """Calls `name` of the core in use ("attend" or "stats") with named arrays whose batch axes broadcast to `lead`."""
+    lead: tuple[int, ...], named: dict[str, Array | None], name: str, scale: float, threads: int, *,
+    backend: ModuleType | None = None, **options: Any,
+) -> None:  # fmt: skip
+    """Calls `name` of a backend ("attend" or "stats") with named arrays whose batch axes broadcast to `lead`.
+
+    backend: the core or the twin, for who calls twice and needs the same; default: what is in use.
+    """
     arrays: dict[str, Array] = {}
     for key, array in named.items():
         if array is not None:
             tail = array.shape[array.ndim - _TAILS[key] :]
             full = array if array.shape == lead + tail else np.broadcast_to(array, lead + tail)
             arrays[key] = full if lead else full[None]
-    core = config.core()
+    backend = backend or config.core() or reference
     if options.get("score_mod") is not None:  # Python per tile: the twin's work; b must count through all items
-        arrays, core = {key: np.ascontiguousarray(array) for key, array in arrays.items()}, None
-    function = getattr(core if core is not None else reference, name)
+        arrays, backend = {key: np.ascontiguousarray(array) for key, array in arrays.items()}, reference
+    function = getattr(backend, name)
     _run(arrays, function, {"scale": scale, "threads": threads, **options})
 
 

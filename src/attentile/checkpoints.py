@@ -98,6 +98,7 @@ def find_attention(arrays: Mapping[str, Any], prefix: str) -> Found:
         raise ValueError(_not_one(names, prefix, candidates, complete))
     convention, place = complete[0]
     below = sorted(name[len(place) :] for name in names if name.startswith(place))
+    found = _take(arrays, set(names), convention, place)  # before what is beside: a quantised file has scales there
     refused = [place + name for name in below if re.search(_REFUSED, name)]
     if refused:
         raise ValueError(
@@ -111,7 +112,7 @@ def find_attention(arrays: Mapping[str, Any], prefix: str) -> Found:
             f"that is not supported ({convention.models} has no array of this name); if it does not, leave it out of "
             "arrays"
         )
-    return _take(arrays, set(names), convention, place)
+    return found
 
 
 def _is_unknown(name: str, convention: Convention, place: str) -> bool:

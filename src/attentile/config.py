@@ -202,8 +202,9 @@ def _default_threads() -> tuple[int, str]:
     global _default
     found = _default or _from_environment()  # read once: another thread may reset it in between
     if found is None:
-        # That of the process's first thread: the calling one may have been put on a single CPU.
-        cpus = len(os.sched_getaffinity(os.getpid())) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+        cpus = os.cpu_count() or 1
+        if hasattr(os, "sched_getaffinity"):  # either thread, the calling or the first one, may be on a CPU of its own
+            cpus = len(os.sched_getaffinity(0) | os.sched_getaffinity(os.getpid()))
         source, quota = "CPUs this process may use", _cgroup_quota()
         if quota is not None and math.ceil(quota) < cpus:
             cpus, source = max(1, math.ceil(quota)), "cgroup CPU quota"

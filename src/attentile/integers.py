@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -33,4 +34,7 @@ def real(value: Any) -> float:
         raise TypeError(f"{value!r} is no number")
     if isinstance(value, np.ndarray) and value.dtype.kind in "USV":
         raise TypeError(f"{value!r} is no number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:  # a Python integer
+        return math.inf if value > 0 else -math.inf

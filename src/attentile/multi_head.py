@@ -13,7 +13,7 @@ from .cache import KVCache
 from .cache_attend import row_positions
 from .cache_checks import between, copied, rotary_options
 from .cache_undo import attempt
-from .call import check_out, check_scale, promoted, rounded
+from .call import as_array, check_out, check_scale, promoted, rounded
 from .checkpoints import find_attention
 from .masks import positive_index
 from .projections import NAME, Projections, matrix, times, vector, width_per_head
@@ -122,7 +122,8 @@ class MultiHeadAttention:
             self._project.head_dim, self._project.d_in, self._project.d_context,
         )  # fmt: skip
         self.d_out = self._w_o.shape[1]
-        self._rotary = rotary_options(NAME, rotary)
+        self._rotary = rotary_options(NAME, rotary, tables=False)  # like the weights, they are not copied
+        self._agreed: Any = None  # options of a cache that were found to be the same
         if self._rotary is not None:  # its own checks, with heads of this width
             rotary_embedding(np.empty((0, self.head_dim), np.float32), **self._rotary)
         arrays = [*self._project.arrays, self._w_o, *([] if self._b_o is None else [self._b_o])]
@@ -196,7 +197,7 @@ class MultiHeadAttention:
 
     @property
     def rotary(self) -> dict[str, Any] | None:
-        """The options of the rotation, a copy, or None."""
+        """The options of the rotation, a copy with read-only tables, or None."""
         return None if self._rotary is None else copied(self._rotary)
 
     def __repr__(self) -> str:
@@ -255,7 +256,7 @@ class MultiHeadAttention:
         ------
         ValueError, TypeError
             As `attention`, and for arguments that do not go together. After every error, whatever its kind, a cache is
-            as it was before the call.
+            as it was before the call; only an interrupt from outside may come so late that the call is complete.
         IndexError
             A row at a position for which the tables of `rotary` have no row.
         """
@@ -354,11 +355,13 @@ class MultiHeadAttention:
             raise ValueError(f"{NAME}: x has shape {x.shape}; with a cache it must be (batch, L, {self.d_in})")
         if cache._rotary is None:
             return
-        if self._rotary is not None and not same_rotation(self._rotary, cache._rotary, self.head_dim):
-            raise ValueError(
-                f"{NAME}: the layer has rotary={self._rotary} and the cache rotary={cache._rotary}; "
-                "they must be equal, or one of them None"
-            )
+        if self._rotary is not None and self._agreed is not cache._rotary:  # once for each cache: tables may be large
+            if not same_rotation(self._rotary, cache._rotary, self.head_dim):
+                raise ValueError(
+                    f"{NAME}: the layer has rotary={self._rotary} and the cache rotary={cache._rotary}; "
+                    "they must be equal, or one of them None"
+                )
+            self._agreed = cache._rotary
         if positions is not None:
             raise ValueError(
                 f"{NAME}: the cache turns keys at its own positions; for other positions make it with rotary=None"
@@ -401,13 +404,13 @@ class MultiHeadAttention:
     ) -> Array | AttentionResult:
         """Appends k and v, with the pages that attempt() may need, and attends."""
         before, rows = cache.lengths, q.shape[-2]
-        counts = np.full(before.shape, rows, np.intp)
+        counts: Any = rows
         if lengths is not None:
-            counts = between(NAME, "lengths", lengths, counts, "the rows of x")
+            counts = between(NAME, "lengths", lengths, np.full(before.shape, rows, np.intp), "the rows of x")
         if self._rotary is not None and cache._rotary is None:
             if positions is not None:
                 positions = positions if lengths is None else _unpadded(positions, counts, rows)
-            elif (before == before[:1]).all() and (counts == rows).all():
+            elif lengths is None and (before.size == 1 or (before == before[:1]).all()):
                 positions = int(before[0]) if before.size else None  # an int is the quickest form
             else:
                 positions = row_positions(before, counts, rows)
@@ -443,7 +446,7 @@ class MultiHeadAttention:
 
 
 def _rows(name: str, value: Any, width: int) -> Array:
-    array = np.asarray(value)
+    array = as_array(NAME, name, value)
     if array.ndim < 2 or array.shape[-1] != width:
         raise ValueError(f"{NAME}: {name} has shape {array.shape}; it must be (..., rows, {width}) for these weights")
     return array
@@ -461,7 +464,9 @@ def _unpadded(positions: Any, counts: Array, rows: int) -> Any:
     if at.dtype.kind not in "iu" or (at.ndim and at.shape[-1] != rows) or at.size == 0:
         return positions  # for rotary_embedding to refuse
     if at.ndim == 0:
-        at = at + np.arange(rows)
+        if not -(2**62) < int(at) < 2**62:
+            return positions
+        at = int(at) + np.arange(rows)
     row = np.minimum(np.arange(rows), counts[:, None] - 1)
     if at.ndim > 2 or (at.ndim == 2 and len(at) not in (1, len(counts))):
         return positions

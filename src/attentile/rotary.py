@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from . import config, reference_angles
-from .call import check_out, promoted, ready
+from .call import as_array, check_out, promoted, ready
 from .integers import index
 from .rotary_scaling import (
     DEFAULT_BASE,
@@ -394,7 +394,7 @@ def rotary_embedding(
     >>> np.allclose(rotary_embedding(rotary_embedding(q, scaling=yarn), scaling=yarn, inverse=True), q)
     True
     """
-    array = np.asarray(x)
+    array = as_array("rotary_embedding", "x", x)
     if array.ndim < 2:
         raise ValueError(f"rotary_embedding: x has shape {array.shape}; it needs at least two axes, (L, D)")
     compute = dtype = array.dtype

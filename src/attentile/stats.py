@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from . import config, reference
 from .call import Call, attend, execute, named_in_errors, prepare
 from .masks import positive_index
 
@@ -121,11 +123,12 @@ def attention_stats(
     chosen = _chosen_rows(rows, call.q.shape[-2]) if "rows" in wanted else None
     out, lse = np.empty(call.shape, call.compute), np.empty(call.shape[:-1], call.compute)
     state = np.empty((*call.shape[:-1], 2), call.compute)  # largest score and sum of exp, as the core leaves them
+    backend = config.core() or reference  # whose unit the state has
     attend(
-        call.q, call.k, call.v, out, call.scale, call.threads, mask=call.mask, lse=lse,
+        call.q, call.k, call.v, out, call.scale, call.threads, mask=call.mask, lse=lse, backend=backend,
         named={**call.named(), "state": state}, **call.options,
     )  # fmt: skip
-    found = _second_pass(call, state, wanted, top_k, chosen)
+    found = _second_pass(call, state, wanted, top_k, chosen, backend)
     return _results(call, out, lse, found)
 
 
@@ -141,7 +144,7 @@ def _chosen_rows(rows: ArrayLike | None, queries: int) -> NDArray[np.intp]:
 
 
 def _second_pass(
-    call: Call, state: Array, wanted: tuple[str, ...], top_k: int, chosen: NDArray[np.intp] | None
+    call: Call, state: Array, wanted: tuple[str, ...], top_k: int, chosen: NDArray[np.intp] | None, backend: ModuleType
 ) -> dict[str, Array]:
     """The arrays of the asked statistics, by the names of the core's arguments."""
     *per_row, keys = call.scores
@@ -165,8 +168,9 @@ def _second_pass(
         return empty
     options = {name: value for name, value in call.options.items() if name != "sinks"}
     execute(
-        call.lead, {**call.named(), **empty, "state": state}, "stats", call.scale, call.threads, chosen=place, **options
-    )
+        call.lead, {**call.named(), **empty, "state": state}, "stats", call.scale, call.threads, chosen=place,
+        backend=backend, **options,
+    )  # fmt: skip
     if chosen is not None:
         empty["rows"] = empty["rows"][..., back, :]
     return empty

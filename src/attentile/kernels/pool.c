@@ -147,19 +147,24 @@ static void after_fork(void) {
 
 /* How long a round of a spin loop takes differs by a factor of ten between processors. */
 static void measure_spin(void) {
-    const int rounds = 100;
-    uint64_t best = SPIN_NANOSECONDS, sink = 0;
-    for (int attempt = 0; attempt < 3; attempt++) { /* the shortest: nobody else ran meanwhile */
+    uint64_t took = 0, sink = 0;
+    ptrdiff_t rounds = 64;
+    while (took < SPIN_NANOSECONDS / 2 && rounds < (1 << 20)) { /* long enough for a clock of microseconds */
+        rounds *= 2;
         const uint64_t start = at_nanoseconds();
-        for (int round = 0; round < rounds; round++) {
+        for (ptrdiff_t round = 0; round < rounds; round++) {
             sink += current_region();
             AT_RELAX();
         }
-        const uint64_t took = at_nanoseconds() - start;
-        if (took < best) best = took;
+        took = at_nanoseconds() - start;
     }
     (void)sink;
-    spin_rounds = (ptrdiff_t)(SPIN_NANOSECONDS * rounds / (best ? best : 1));
+    const ptrdiff_t found = (ptrdiff_t)(SPIN_NANOSECONDS * (double)rounds / (double)(took ? took : 1));
+    /* Somebody else may have run meanwhile, and a clock may be strange. */
+    if (found < 200)
+        spin_rounds = 200;
+    else
+        spin_rounds = found < 20000 ? found : 20000;
 }
 
 static void initialise(void) {

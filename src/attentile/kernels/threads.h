@@ -3,7 +3,7 @@
  *
  *     at_lock, at_wake      a mutex, and a condition on which its holder can sleep; neither is ever destroyed
  *     at_thread_start       a detached thread that takes no signals but those of its own faults; 0 = started
- *     at_thread_spread      the calling thread may run where the process may, wherever it was started from
+ *     at_thread_spread      the calling thread may also run where the first thread of the process may
  *     at_after_fork         what to do in a forked child, where only the forking thread is left
  *     at_once               runs a function exactly once in a process
  *     at_local              a pointer of each thread, released when the thread ends
@@ -137,18 +137,25 @@ static inline int at_thread_start(at_thread_result (*run)(void*), void* argument
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     return failed ? -1 : 0;
 }
-/* A thread inherits the processors of the one that starts it, which may have been put on a single one. */
+/* A thread inherits the processors of the one that starts it, which may have been put on a single one, as may the first
+ * thread. More processors than a set holds: an error, and all stays as it is. */
 static inline void at_thread_spread(void) {
 #ifdef __linux__
-    cpu_set_t process; /* of its first thread; more processors than the set holds: an error, and all stays as it is */
-    if (!sched_getaffinity(getpid(), sizeof process, &process)) sched_setaffinity(0, sizeof process, &process);
+    cpu_set_t own, first;
+    if (sched_getaffinity(0, sizeof own, &own) || sched_getaffinity(getpid(), sizeof first, &first)) return;
+    CPU_OR(&own, &own, &first);
+    sched_setaffinity(0, sizeof own, &own);
 #endif
 }
 static inline void at_after_fork(void (*in_child)(void)) { pthread_atfork(NULL, NULL, in_child); }
 
 static inline uint64_t at_nanoseconds(void) {
     struct timespec now;
+#ifdef __APPLE__ /* whose CLOCK_MONOTONIC counts microseconds */
+    clock_gettime(CLOCK_UPTIME_RAW, &now);
+#else
     clock_gettime(CLOCK_MONOTONIC, &now);
+#endif
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
