@@ -131,7 +131,7 @@ class KVCache:
         if self.capacity is not None and self.window is None:
             size = min(PAGE_KEYS, -(-self.capacity // PANEL) * PANEL)
         pages = checks.pages_per_item(self, batch, size)
-        self._rotary = checks.rotary_options("KVCache", rotary, tables=True)
+        self._rotary = checks.rotary_options("KVCache", rotary)
         if self._rotary is not None:  # its own checks, before anything is stored
             rotate_items(np.zeros((1, 1, 1, self.head_dim), self.dtype), 0, self._rotary)
         self._lengths, self._held_from = np.zeros(batch, np.intp), np.zeros(batch, np.intp)

@@ -63,7 +63,7 @@ def window_of(window: Any) -> tuple[int, int] | None:
     return min(left, _FAR), 0
 
 
-def rotary_options(owner: str, rotary: Any, tables: bool) -> dict[str, Any] | None:
+def rotary_options(owner: str, rotary: Any, tables: bool = True) -> dict[str, Any] | None:
     """A copy of the options of rotary_embedding that a cache or a layer may be given; tables: of their arrays too."""
     if rotary is None:
         return None
