@@ -102,6 +102,8 @@ cache.append(np.ones((1, 1, 2, 4)), np.ones((1, 1, 2, 4)))
 file = io.BytesIO()
 cache.save(file)
 file.seek(0)
+arrays = {name + "_proj.weight": np.eye(4) for name in "qkvo"}
+assert attentile.MultiHeadAttention.from_arrays(arrays, num_heads=2).num_heads == 2
 print(json.dumps([attentile.KVCache.load(file).lengths.tolist(), attentile.show_config(as_dict=True)["python"]]))
 """
     assert json.loads(output_of(code)) == [[2], sys.version.split()[0]]

@@ -14,7 +14,6 @@ from .cache_attend import row_positions
 from .cache_checks import between, copied, rotary_options
 from .cache_undo import attempt
 from .call import as_array, check_out, check_scale, promoted, rounded
-from .checkpoints import find_attention
 from .masks import positive_index
 from .projections import NAME, Projections, matrix, times, vector, width_per_head
 from .rotary import rotary_embedding, rotate_items, same_rotation
@@ -192,6 +191,8 @@ class MultiHeadAttention:
         >>> MultiHeadAttention.from_arrays(gpt2, "h.0", num_heads=2)(np.ones((3, 8)), causal=True).shape
         (3, 8)
         """
+        from .checkpoints import find_attention  # here, because most programs never come by
+
         found = find_attention(arrays, prefix)
         return cls(*found.weights, num_heads=num_heads, num_kv_heads=num_kv_heads, **found.options, rotary=rotary)
 
