@@ -277,7 +277,7 @@ def test_b130_grouped_heads_cost_what_single_ones_cost(compiled, shared):
 # ---- B120, B122, B130: two threads ----
 
 SHAPES = {  # q shape, keys, key heads, causal
-    "one long step": ((1, 1, 1, 128), 65536, 1, False),
+    "one long step": ((1, 1, 1, 128), 16384, 1, False),  # in caches: one thread may have most of the memory
     "one long prompt": ((1, 1, 4096, 64), 4096, 1, False),
     "many heads": ((1, 32, 512, 64), 512, 32, False),
     "grouped heads": ((1, 32, 512, 64), 512, 8, False),
