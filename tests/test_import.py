@@ -84,11 +84,20 @@ def test_the_check_sees_a_heavy_module(module):
         assert module in output_of("import sys, numpy; print('\\n'.join(sys.modules))").split()
 
 
-FIRST_CALL = "q = np.ones((1, 2, 8, 4)); attentile.attention(q, q, q, num_threads=1)"
+FIRST_CALLS = {
+    "plain": "attentile.attention(q, q, q, num_threads=1)",
+    "general": "attentile.attention(q, q, q, mask=q[0, 0] @ q[0, 0].T > 0, causal=True, return_lse=True)",
+    "layer": "w = np.eye(4); attentile.MultiHeadAttention(w, w, w, w, num_heads=2)(q[:, 0])",
+    "cache": "c = attentile.KVCache(1, 2, 4); c.append(q, q); c.attend(q)",
+    "statistics": "attentile.attention_stats(q, q, q)",
+}
 
 
-def test_the_first_call_loads_nothing():
-    assert new_modules(FIRST_CALL, before="import attentile") == set()
+@pytest.mark.parametrize("call", FIRST_CALLS)
+def test_the_first_call_loads_nothing(call):
+    # The number of threads is looked for once, in files of the system.
+    before = "import attentile; attentile.set_num_threads(1)"
+    assert new_modules("q = np.ones((1, 2, 8, 4)); " + FIRST_CALLS[call], before) == set()
 
 
 def test_what_is_loaded_late_works():

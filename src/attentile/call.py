@@ -7,6 +7,7 @@ inputs with more batch axes are folded into one where their strides allow it and
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -91,7 +92,8 @@ def _bias_in(bias: Array, dtype: np.dtype[Any]) -> Array:
 
 def as_array(function: str, name: str, value: Any) -> Array:
     """np.asarray, but not of a masked array, whose mask would be lost without a word."""
-    if isinstance(value, np.ma.MaskedArray):
+    ma = sys.modules.get("numpy.ma.core")  # where it is not loaded there is no masked array, and to load it takes time
+    if ma is not None and isinstance(value, ma.MaskedArray):
         raise TypeError(
             f"{function}: {name} is a masked array, whose mask would be lost; pass {name}.filled(...), and keys to "
             "leave out as mask= of attention"
