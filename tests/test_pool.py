@@ -38,6 +38,15 @@ def workers_of(threads):
     before = tasks()
     attentile.attention(q, q, q, num_threads=threads)
     return sorted(tasks() - before)
+
+def places(workers, wanted):
+    # a worker that the system has not let run yet has not moved
+    for _ in range(500):
+        found = [sorted(os.sched_getaffinity(task)) for task in workers]
+        if found == [wanted] * len(workers):
+            break
+        time.sleep(0.01)
+    return found
 """
 
 
@@ -83,12 +92,7 @@ thread.start()
 thread.join()
 *workers, default, why = found
 of_process = sorted(os.sched_getaffinity(0))
-for _ in range(500):  # a worker that the system has not let run yet has not moved
-    of_workers = [sorted(os.sched_getaffinity(task)) for task in workers]
-    if of_workers == [of_process] * 2:
-        break
-    time.sleep(0.01)
-print(json.dumps([of_workers, of_process, default, why]))
+print(json.dumps([places(workers, of_process), of_process, default, why]))
 """
     of_workers, of_process, default, why = told_by(code)
     assert of_workers == [of_process] * 2
@@ -110,14 +114,10 @@ def free():
 thread = threading.Thread(target=free)
 thread.start()
 thread.join()
-for _ in range(500):
-    of_workers = [os.sched_getaffinity(task) == every for task in found]
-    if all(of_workers):
-        break
-    time.sleep(0.01)
-print(json.dumps(of_workers))
+print(json.dumps([places(found, sorted(every)), sorted(every)]))
 """
-    assert told_by(code) == [True, True]
+    of_workers, every = told_by(code)
+    assert of_workers == [every] * 2
 
 
 @needs_proc
