@@ -429,9 +429,9 @@ class MultiHeadAttention:
         beside = attended.swapaxes(-2, -3)
         beside = beside.reshape(*beside.shape[:-2], self.num_heads * self.value_dim)
         index = (0,) * plan.drop
-        projected = times(beside, self._w_o, self._b_o, plan.compute)[index]
+        projected = rounded(times(beside, self._w_o, self._b_o, plan.compute)[index], plan.dtype)
         if out is None:
-            out = rounded(projected, plan.dtype)
+            out = projected
         else:
             out[...] = projected
         if not isinstance(result, AttentionResult):
