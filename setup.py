@@ -45,8 +45,8 @@ AARCH64: dict[str, list[str]] = {"neon": []}  # part of every such processor
 def instruction_sets(target: str) -> dict[str, list[str]]:
     """The rows of the platform that is built for (sysconfig's name of it: this machine may be another)."""
     if target.endswith("universal2"):  # both in one go; a file is empty for the processor it is not for
-        x86_64 = {name: [word for flag in flags for word in ("-Xarch_x86_64", flag)] for name, flags in X86_64.items()}
-        x86_64 = {name: [*flags, "-Wno-unused-command-line-argument"] for name, flags in x86_64.items()}
+        unused = "-Wno-unused-command-line-argument"  # by the other processor
+        x86_64 = {name: [w for f in flags for w in ("-Xarch_x86_64", f)] + [unused] for name, flags in X86_64.items()}
         return {"generic": [], **x86_64, **AARCH64}
     if target.endswith(("x86_64", "amd64")):
         return {"generic": [], **X86_64}

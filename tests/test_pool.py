@@ -39,6 +39,11 @@ def workers_of(threads):
     attentile.attention(q, q, q, num_threads=threads)
     return sorted(tasks() - before)
 
+def in_a_thread(function):
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
 def places(workers, wanted):
     # a worker that the system has not let run yet has not moved
     for _ in range(500):
@@ -87,9 +92,7 @@ def pinned():
     found.extend(workers_of(3))
     found.append(attentile.get_num_threads())
     found.append(attentile.show_config(as_dict=True)["threads_why"])
-thread = threading.Thread(target=pinned)
-thread.start()
-thread.join()
+in_a_thread(pinned)
 *workers, default, why = found
 of_process = sorted(os.sched_getaffinity(0))
 print(json.dumps([places(workers, of_process), of_process, default, why]))
@@ -111,9 +114,7 @@ os.sched_setaffinity(0, {min(every)})
 def free():
     os.sched_setaffinity(0, every)
     found.extend(workers_of(3))
-thread = threading.Thread(target=free)
-thread.start()
-thread.join()
+in_a_thread(free)
 print(json.dumps([places(found, sorted(every)), sorted(every)]))
 """
     of_workers, every = told_by(code)
@@ -125,7 +126,6 @@ def test_a_call_for_few_threads_wakes_no_others(compiled):
     """After one call with many threads, the workers that later calls have no work for sleep on."""
     code = """
 workers = workers_of(9)
-order = {int(task): n for n, task in enumerate(workers)}
 time.sleep(0.2)
 before = [int(status(task, "voluntary_ctxt_switches")) for task in workers]
 for _ in range(50):

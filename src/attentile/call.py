@@ -388,6 +388,17 @@ def _run(arrays: dict[str, Array], attend: Callable[..., None], options: dict[st
     attend(**folded, **options)
 
 
+def with_lead(lead: tuple[int, ...], named: dict[str, Array | None]) -> dict[str, Array]:
+    """The arrays that are there, by the names of the core's arguments, with all the batch axes, at least one."""
+    arrays: dict[str, Array] = {}
+    for key, array in named.items():
+        if array is not None:
+            tail = array.shape[array.ndim - _TAILS[key] :]
+            full = array if array.shape == lead + tail else np.broadcast_to(array, lead + tail)
+            arrays[key] = full if lead else full[None]
+    return arrays
+
+
 def execute(
     lead: tuple[int, ...], named: dict[str, Array | None], name: str, scale: float, threads: int, *,
     backend: ModuleType | None = None, **options: Any,
@@ -396,12 +407,7 @@ def execute(
 
     backend: the core or the twin, for who calls twice and needs the same; default: what is in use.
     """
-    arrays: dict[str, Array] = {}
-    for key, array in named.items():
-        if array is not None:
-            tail = array.shape[array.ndim - _TAILS[key] :]
-            full = array if array.shape == lead + tail else np.broadcast_to(array, lead + tail)
-            arrays[key] = full if lead else full[None]
+    arrays = with_lead(lead, named)
     backend = backend or config.core() or reference
     if options.get("score_mod") is not None:  # Python per tile: the twin's work; b must count through all items
         arrays, backend = {key: np.ascontiguousarray(array) for key, array in arrays.items()}, reference

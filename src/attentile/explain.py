@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from . import config
 from .attention import OPTIONS, _target
-from .call import Call, _run, check_out, nothing_to_compute, one_column, prepare
+from .call import Call, _run, check_out, nothing_to_compute, one_column, prepare, with_lead
 
 Array = NDArray[Any]
 
@@ -282,17 +282,10 @@ def _count(call: Call, options: dict[str, Any]) -> _Count:
         check_out("attention", out, call.shape[call.drop :], call.dtype)
     if _idle(call, options):
         return count
-    arrays = {}
     named = {**call.named(), "v": call.v if count.value_width else one_column(call.v)}
     if out is not None and count.value_width:
         named["out"] = _target(out, call)
-    tails = {"lo": 1, "hi": 1, "start": 0}
-    for name, array in named.items():
-        if array is not None:
-            tail = array.shape[array.ndim - tails.get(name, 3) :]
-            full = np.broadcast_to(array, call.lead + tail)
-            arrays[name] = full if call.lead else full[None]
-    _run(arrays, lambda **folded: _count_call(count, **folded), {})
+    _run(with_lead(call.lead, named), lambda **folded: _count_call(count, **folded), {})
     return count
 
 

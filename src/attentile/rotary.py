@@ -58,8 +58,6 @@ class Turn(NamedTuple):
 
 def _integer(name: str, value: Any) -> int:
     try:
-        if isinstance(value, bool):
-            raise TypeError
         return index(value)
     except TypeError:
         raise TypeError(f"rotary_embedding: {name} is {value!r}; it must be an integer (int() converts it)") from None
