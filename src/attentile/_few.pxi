@@ -136,10 +136,13 @@ cdef void close_few(const Job *job, Block *block, Shared *shared, Py_ssize_t b, 
     cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, r, row = job.few_pitch * item
     if block.first:                             # no row sees any key
         memset(block.ot, 0, block.n_rows * row)
-    elif ((job.mask.data != NULL or job.lo != NULL or job.bias.data != NULL)
+    elif ((job.mask.data != NULL or job.structure.some or job.bias.data != NULL)
             and job.tiles.any_nan(block.ot, 1, block.n_rows * job.few_pitch // job.tiles.lanes)):
         # It may be 0 * NaN or 0 * Inf from the value row of an excluded key: redo with those keys left out.
         visit_few(job, block, shared, b, head, 0, True)
+    if job.after.o.data != NULL:
+        for r in range(block.n_rows):
+            job.tiles.few_store(block.after.o[r], block.ot + r * row, job.value_width, 1)
     close_rows(job, block, shared)
     for r in range(block.n_rows):
         job.tiles.few_store(block.out_rows[r], block.ot + r * row, job.value_width,

@@ -137,14 +137,14 @@ cdef bint score_chunk(const Job *job, Block *block, Shared *shared, const char *
     """
     cdef Py_ssize_t start, stop, w, run, item = <Py_ssize_t> job.tiles.itemsize
     cdef Py_ssize_t n = min(<Py_ssize_t> AT_CHUNK, job.keys - chunk)
-    if job.kept > 0 and chunk >= job.kept and chunk + n <= block.gap_end:
+    if 0 < job.structure.kept <= chunk and chunk + n <= block.gap_end:
         return False
     start = max(block.lo - chunk, 0) // AT_WORD * AT_WORD
     stop = min(block.hi - chunk, n)
     if start >= stop:
         return False
     fill_reals(shared.top, item, block.pitch, -INFINITY)
-    if job.mask.data == NULL and block.all_lo <= chunk + start and chunk + stop <= block.all_hi:
+    if not block.masked and block.all_lo <= chunk + start and chunk + stop <= block.all_hi:
         score_some(job, block, shared, k, v, chunk, start, stop, ALL)
     else:
         build_words(job, block, shared, chunk, stop)
@@ -198,16 +198,16 @@ cdef void weigh(const Job *job, Block *block, Shared *shared, const char *v, Py_
 cdef inline bint sees_key(const Job *job, const Block *block, Py_ssize_t r, Py_ssize_t j) noexcept nogil:
     if job.filling:
         return True
-    if j >= block.row_hi[r] or job.kept <= j < block.row_lo[r]:
+    if j >= block.row_hi[r] or job.structure.kept <= j < block.row_lo[r]:
         return False
-    if job.mask.data != NULL and block.mask_rows[r][j * job.mask.column] == 0:
+    if block.masked and block.mask_rows[r][j * job.mask.column] == 0:
         return False
     return job.bias.data == NULL or real_at(block.bias_rows[r] + j * job.bias.column, job.tiles.itemsize) != -INFINITY
 
 
 cdef bint sees_any_key(const Job *job, const Block *block, Py_ssize_t r) noexcept nogil:
     cdef Py_ssize_t j
-    for j in range(min(block.row_lo[r], 0 if job.kept > 0 else job.keys), block.row_hi[r]):
+    for j in range(0 if job.structure.kept > 0 else block.row_lo[r], block.row_hi[r]):
         if sees_key(job, block, r, j):
             return True
     return False
@@ -232,9 +232,12 @@ cdef void finish_weights(const Job *job, Block *block) noexcept nogil:
 
 
 cdef void close_rows(const Job *job, Block *block, Shared *shared) noexcept nogil:
-    """lse if wanted, sinks, m and l if wanted, and shared.alpha = 1 / l."""
+    """m and l if wanted, lse if wanted, sinks, and shared.alpha = 1 / l."""
     cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, r
     for r in range(block.n_rows):
+        if job.after.m.data != NULL:
+            set_real(block.after.m[r], item, real_at(block.m + r * item, item))
+            set_real(block.after.l[r], item, real_at(block.l + r * item, item))
         # l = 0: no key, or allowed ones that all score -inf; the softmax of the latter is NaN, not 0.
         if real_at(block.l + r * item, item) == 0 and sees_any_key(job, block, r):
             set_real(block.l + r * item, item, NAN)
@@ -245,16 +248,16 @@ cdef void close_rows(const Job *job, Block *block, Shared *shared) noexcept nogi
         if job.sinks != NULL and real_at(block.l + r * item, item) != 0:
             set_real(block.l + r * item, item, real_at(block.l + r * item, item)
                      + at_exp2(block.row_sink[r] - real_at(block.m + r * item, item)))
-        if job.state.data != NULL:
-            set_real(block.state_rows[r], item, real_at(block.m + r * item, item))
-            set_real(block.state_rows[r] + item, item, real_at(block.l + r * item, item))
     job.tiles.reciprocal(shared.alpha, block.l, block.vectors)
 
 
 cdef void close_block(const Job *job, Block *block, Shared *shared) noexcept nogil:
-    """O / l to the caller's layout; lse and weights if wanted."""
+    """O / l to the caller's layout; lse, weights and the unfinished rows if wanted."""
     if block.first:                             # no row sees any key
         memset(block.ot, 0, block.pitch * job.value_width * job.tiles.itemsize)
+    if job.after.o.data != NULL:
+        fill_reals(shared.unused, job.tiles.itemsize, block.pitch, 1)
+        job.tiles.unpack(block.after.o, block.ot, shared.unused, block.n_rows, block.vectors, job.value_width)
     close_rows(job, block, shared)
     if job.weights.data != NULL:
         finish_weights(job, block)
@@ -291,7 +294,7 @@ cdef void attend_task(void *job_pointer, Py_ssize_t index, int slot) noexcept no
     cdef char *block_bytes
     cdef Shared *shared
     cdef Block *blocks[MAX_BLOCKS]
-    if job.lo == NULL:                          # neighbours in time share a head's keys
+    if not job.structure.some:                  # neighbours in time share a head's keys
         head, part = index // job.tasks_per_head, index % job.tasks_per_head
     else:                                       # rows may differ in work, usually more to the end: heavy ones first
         head, part = index % heads, job.tasks_per_head - 1 - index // heads

@@ -12,7 +12,7 @@
 
 # Where the results go; data is NULL for what was not asked for. [batch][head] and then:
 cdef struct Stats:
-    Strided state                               # [query][2] in: m and l, with the sink
+    Strided m, l                                # [query] in: as the first pass has left them, without the sink
     Strided entropy, largest, received          # [query], [query], [key]
     Strided top_weights                         # [query][k]
     Strided top_keys                            # [query][k], Py_ssize_t
@@ -38,8 +38,13 @@ cdef bint start_stats(const Job *job, const Stats *stats, Block *block, Shared *
     fill_reals(block.l, item, block.pitch, 0)                  # entropy
     fill_reals(shared.alpha, item, block.pitch, 0)             # largest weight
     for r in range(block.n_rows):
-        m = real_at(at(&stats.state, b, head, i + r), item)
-        l = real_at(at(&stats.state, b, head, i + r) + item, item)
+        m = real_at(at(&stats.m, b, head, i + r), item)
+        l = real_at(at(&stats.l, b, head, i + r), item)
+        if l == 0 and sees_any_key(job, block, r):             # allowed keys that all score -inf
+            l = NAN
+        if job.sinks != NULL and l != 0:
+            l += at_exp2(block.row_sink[r] - m)
+            l = real_of(l, item)
         to = r * <Py_ssize_t> item
         if l != l:
             some_nan = True

@@ -1,0 +1,139 @@
+# The entries: Python's values in, results out. Included by _core.pyx after _call.pxi.
+#
+#     attention(q, k, v, options)       what the caller gave, if it can be taken as it is; else None
+#     textbook(Q, K, V, d_k, ...)       likewise, for the functions of textbook.py
+#     attend(scores, v, outputs)        checked values (scores.py, outputs.py), which is where a None leads
+#     stats(scores, v, ...)             the second pass of the statistics over the same values
+
+
+cdef object call_results(Call *call, int threads):
+    """Takes or allocates what a call writes and runs it: the output, or a tuple (out, lse, weights); None: not so."""
+    cdef bint with_lse, with_weights
+    if not (take_flag(call, RETURN_LSE, &with_lse) and take_flag(call, RETURN_WEIGHTS, &with_weights)
+            and take_threads(call, &threads)):
+        return None
+    lse = weights = None
+    if call.given[OUT] != NULL:
+        out = <object> call.given[OUT]
+        if not take_out(call, out):
+            return None
+    else:
+        out = empty(result_shape(call, call.job.value_width), <object> call.dtype)
+        bind_own(call, &call.job.out, out, False)
+    if with_lse:
+        lse = empty(result_shape(call, -1), <object> call.dtype)
+        bind_own(call, &call.job.lse, lse, True)
+    if with_weights:
+        weights = zeros(result_shape(call, call.job.keys), <object> call.dtype)
+        bind_own(call, &call.job.weights, weights, False)
+    run_call(call, threads)
+    return (out, lse, weights) if with_lse or with_weights else out
+
+
+def attention(q, k, v, dict options, int threads):
+    """attention() of attention.py for values that can be taken as they are; None if Python must convert or explain.
+
+    q, k, v: float32 or float64, native, last axis contiguous, any batch axes. options: by their public names.
+    """
+    cdef Call call
+    open_call(&call, 3)
+    try:
+        if not (number_options(&call, options) and take_arrays(&call, q, k, v) and take_options(&call)
+                and place_queries(&call)):
+            return None
+        return call_results(&call, threads)
+    finally:
+        close_batch(&call.batch)
+
+
+cdef int take_textbook_mask(Call *call, mask) except -1:
+    """0 = masked, of any numeric type, the same for every head."""
+    if type(mask) is not ndarray:
+        return 0
+    if mask.dtype is not bool_:
+        if mask.dtype.kind not in "biuf":
+            return 0
+        mask = mask != 0
+    return take_mask_of(call, mask, 2)
+
+
+def textbook(Q, K, V, d_k, mask, bint causal, double fill, out, int threads):
+    """Attention with scores / sqrt(d_k), where a masked key gets the score `fill` instead of being left out.
+
+    Without `out`: Q (..., L, d), K, V without heads, and the result is (output, weights). With it: arrays (..., H, L, d),
+    written to `out` of this shape, without weights. mask (..., L, S), 0 = masked. causal: also keys after the query's own.
+    None if Python must convert or explain.
+    """
+    cdef Call call
+    cdef double number
+    open_call(&call, 2 if out is None else 3)
+    try:
+        if not (take_arrays(&call, Q, K, V) and take_number(d_k, &number) and 0 < number < INFINITY):
+            return None
+        if mask is not None and not take_textbook_mask(&call, mask):
+            return None
+        if causal and call.job.queries != call.job.keys:
+            return None
+        call.job.structure.causal = call.job.structure.some = causal
+        call.job.factor = (1.0 / sqrt(number)) * LOG2E
+        if mask is not None or causal:
+            call.job.filling = True
+            call.job.fill = fill * LOG2E
+        if out is not None:
+            if not take_out(&call, out):
+                return None
+            run_call(&call, threads)
+            return out
+        output = empty(result_shape(&call, call.job.value_width), <object> call.dtype)
+        weights = zeros(result_shape(&call, call.job.keys), <object> call.dtype)
+        bind_own(&call, &call.job.out, output, False)
+        bind_own(&call, &call.job.weights, weights, False)
+        run_call(&call, threads)
+        return output, weights
+    finally:
+        close_batch(&call.batch)
+
+
+cdef int take_scores(Call *call, scores, v) except -1:
+    """Checked values: what the check above does not take is an error in scores.py."""
+    if scores.intervals is not None:
+        call.given[INTERVALS] = <PyObject *> scores.intervals
+    if not (number_options(call, scores.options) and take_arrays(call, scores.q, scores.k, v) and take_options(call)
+            and place_queries(call)):
+        raise SystemError("attentile: the core does not take what was checked; please report this call")
+    return 0
+
+
+cdef int take_result(Call *call, Strided *to, array, Py_ssize_t columns) except -1:
+    """An array of outputs.py; columns -1: rows without columns."""
+    cdef Py_buffer *view
+    if array is None:
+        return 0
+    view = borrow_result(call, array, columns)
+    if view == NULL or view.readonly:
+        raise SystemError("attentile: the core does not take the place for a result; please report this call")
+    if columns < 0:
+        bind_result_rows(call, to, view)
+    else:
+        bind_result(call, to, view)
+    return 0
+
+
+def attend(scores, v, outputs, int threads):
+    """The pass over checked values, none of them empty: scores (scores.py), v (..., Hkv, S, Dv), outputs (outputs.py)."""
+    cdef Call call
+    cdef Job *job = &call.job
+    open_call(&call, 3)
+    try:
+        take_scores(&call, scores, v)
+        take_result(&call, &job.out, outputs.out, job.value_width)
+        take_result(&call, &job.lse, outputs.lse, -1)
+        take_result(&call, &job.weights, outputs.weights, job.keys)
+        if outputs.partial is not None:
+            m, l, o = outputs.partial
+            take_result(&call, &job.after.m, m, -1)
+            take_result(&call, &job.after.l, l, -1)
+            take_result(&call, &job.after.o, o, job.value_width)
+        run_call(&call, threads)
+    finally:
+        close_batch(&call.batch)
