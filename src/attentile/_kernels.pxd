@@ -107,6 +107,7 @@ cdef extern from "kernels/kernels.h" nogil:
 
     void at_mask_words(uint32_t *words, const char **rows, Py_ssize_t key_stride, Py_ssize_t n_rows,
                        Py_ssize_t pitch, Py_ssize_t keys)
+    int at_mask_run(const char *row, Py_ssize_t key_stride, Py_ssize_t keys, Py_ssize_t *lo, Py_ssize_t *hi)
 
     void at_encode(const at_angles *angles, void *out, Py_ssize_t row_stride, Py_ssize_t rows, Py_ssize_t d_model,
                    double first_position, double ratio_high, double ratio_low, int single, double *scratch)

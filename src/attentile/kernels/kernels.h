@@ -254,4 +254,8 @@ double at_exp2(double x);
 void at_mask_words(uint32_t* words, const char* const* rows, ptrdiff_t key_stride, ptrdiff_t n_rows, ptrdiff_t pitch,
                    ptrdiff_t keys);
 
+/* 1 if the keys that a row allows, row[j * key_stride] != 0 for j < keys, are one run: lo <= j < hi, or 0, 0 for none.
+ * Else 0, and lo and hi stay as they are. keys >= 0. */
+int at_mask_run(const char* row, ptrdiff_t key_stride, ptrdiff_t keys, ptrdiff_t* lo, ptrdiff_t* hi);
+
 #endif
