@@ -31,8 +31,8 @@ static int agree(const char* row, ptrdiff_t key_stride, ptrdiff_t keys) {
     ptrdiff_t lo = -1, hi = -2, want_lo = -1, want_hi = -2;
     const int is_run = at_mask_run(row, key_stride, keys, &lo, &hi);
     if (is_run == naive_run(row, key_stride, keys, &want_lo, &want_hi) && lo == want_lo && hi == want_hi) return 1;
-    printf("%d keys, stride %d: %d, %d to %d instead of %d to %d\n", (int)keys, (int)key_stride, is_run, (int)lo, (int)hi,
-           (int)want_lo, (int)want_hi);
+    printf("%d keys, stride %d: %d, %d to %d instead of %d to %d\n", (int)keys, (int)key_stride, is_run, (int)lo,
+           (int)hi, (int)want_lo, (int)want_hi);
     return 0;
 }
 
