@@ -9,9 +9,8 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
 from ._kernels cimport (AT_ALIGN, AT_ANGLE_BLOCK, AT_CHUNK, AT_FEW_KEYS, AT_MAX_ROWS, AT_PANEL, AT_PEAK_FMAS,
-                        AT_WORD, at_ahead, at_angles, at_encode, at_encode_scratch, at_exp2, at_isa, at_isa_at,
-                        at_isa_count, at_isa_supported, at_log2, at_mask_words, at_pool_run, at_pool_workers,
-                        at_rotary_rows, at_scratch, at_tiles)
+                        AT_WORD, at_ahead, at_angles, at_exp2, at_isa, at_isa_at, at_isa_count, at_isa_supported,
+                        at_log2, at_mask_words, at_pool_run, at_pool_workers, at_rotary_rows, at_scratch, at_tiles)
 
 import numpy
 
@@ -262,28 +261,9 @@ def attend_plain(q, k, v, scale, int threads):
     return None
 
 
-def encode(out, double first_position, double ratio_high, double ratio_low):
-    """Sinusoids of positions first_position, first_position + 1, ... into out (rows, d_model), float32 or float64."""
-    cdef float[:, :] single
-    cdef double[:, :] double_
-    cdef void *data
-    cdef Py_ssize_t row_stride, rows = out.shape[0], d_model = out.shape[1]
-    cdef int is_single = out.itemsize == 4
-    cdef double *scratch = <double *> at_scratch(at_encode_scratch(d_model))
-    if scratch == NULL:
-        raise MemoryError("attentile: no memory for the tables of the positional encoding")
-    if is_single:
-        single = out
-        data, row_stride = &single[0, 0], single.strides[0]
-    else:
-        double_ = out
-        data, row_stride = &double_[0, 0], double_.strides[0]
-    with nogil:
-        at_encode(active.angles, data, row_stride, rows, d_model, first_position, ratio_high, ratio_low, is_single,
-                  scratch)
-
-
 include "_cache.pxi"
+include "_angles.pxi"
+include "_encode.pxi"
 include "_rotary.pxi"
 
 # ---------------------------------------------------------------------------------------------------------------

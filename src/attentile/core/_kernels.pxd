@@ -81,6 +81,16 @@ cdef extern from "kernels/kernels.h" nogil:
         Py_ssize_t pitch, sines
 
     ctypedef struct at_angles:
+        void (*frequencies)(double *high, double *low, Py_ssize_t pairs, double ratio_high,
+                            double ratio_low) noexcept nogil
+        void (*sincos)(double *fine, double position, const double *high, const double *low,
+                       Py_ssize_t pairs) noexcept nogil
+        void (*turn)(double *cosines, double *sines, double position, const double *high, const double *low,
+                     Py_ssize_t pairs) noexcept nogil
+        void (*rotate)(double *row, const double *cosines, const double *sines, const double *fine,
+                       Py_ssize_t width) noexcept nogil
+        void (*rotate_f32)(float *row, const double *cosines, const double *sines, const double *fine,
+                           Py_ssize_t width) noexcept nogil
         void (*apart)(double *cosines, double *sines, double position, const double *high, const double *low,
                       Py_ssize_t pairs) noexcept nogil
         void (*sum_of)(double *table, const double *a, const double *b, Py_ssize_t pairs, double cosine_factor,
@@ -107,7 +117,4 @@ cdef extern from "kernels/kernels.h" nogil:
 
     void at_mask_words(uint32_t *words, const char **rows, Py_ssize_t key_stride, Py_ssize_t n_rows,
                        Py_ssize_t pitch, Py_ssize_t keys)
-
-    void at_encode(const at_angles *angles, void *out, Py_ssize_t row_stride, Py_ssize_t rows, Py_ssize_t d_model,
-                   double first_position, double ratio_high, double ratio_low, int single, double *scratch)
-    size_t at_encode_scratch(Py_ssize_t d_model)
+    int at_mask_run(const char *row, Py_ssize_t key_stride, Py_ssize_t keys, Py_ssize_t *lo, Py_ssize_t *hi)

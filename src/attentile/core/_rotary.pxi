@@ -9,13 +9,10 @@
 #
 # Everything is memory traffic but the tables, so a table is made once and all planes with these positions run over it.
 # With 64 rows it lies in the L2 cache, 64 KiB for 64 pairs; with 16 rows it would fit into L1, but a plane's 16 rows
-# are over before the prefetchers of the core are at full speed: 18 % slower on (1, 32, 2048, 128) in float32. The split
-# of a position is absolute, hence a row's bits depend on its position and its values alone, whatever the call's
-# positions are. Pairs go in strips, so that scratch is bounded.
+# are over before the prefetchers of the core are at full speed: 18 % slower on (1, 32, 2048, 128) in float32. How a
+# position is split, and why pairs go in strips, is told in _angles.pxi.
 
 cdef enum:
-    FINE_ROWS = 64
-    STRIP_PAIRS = 256
     TABLE_ROWS = 64
     ROTARY_TASKS_PER_THREAD = 4
 # Below this many elements (about 100 us of one core) a call stays in its thread.
@@ -52,10 +49,6 @@ cdef inline int64_t position_of(const Rotary *job, Py_ssize_t item, Py_ssize_t r
     return job.first + row if job.positions == NULL else job.positions[item * job.length + row]
 
 
-cdef inline Py_ssize_t whole_blocks(Py_ssize_t pairs) noexcept nogil:
-    return (pairs + AT_ANGLE_BLOCK - 1) // AT_ANGLE_BLOCK * AT_ANGLE_BLOCK
-
-
 cdef void copy_table_row(const Rotary *job, double *row, int64_t position) noexcept nogil:
     """A row of the caller's tables in the layout that turn_rows takes."""
     cdef Py_ssize_t i, spread = 2 if job.neighbours else 1
@@ -81,7 +74,7 @@ cdef void make_table(const Rotary *job, double *table, double *coarse, Py_ssize_
         if job.high == NULL:
             copy_table_row(job, table + r * job.pitch, position)
             continue
-        b = position & (FINE_ROWS - 1)          # and: floor for negatives too
+        b = fine_row(position)
         if r == 0 or position - b != a:
             a = position - b
             job.angles.apart(coarse, coarse + job.padded, <double> a, job.strip_high, job.strip_low, job.padded)
@@ -130,7 +123,7 @@ cdef void make_fine(const Rotary *job) noexcept nogil:
     cdef int64_t b
     memset(there, 0, sizeof(there))
     for i in range(n):
-        b = position_of(job, 0, i) & (FINE_ROWS - 1)
+        b = fine_row(position_of(job, 0, i))
         if there[b]:
             continue
         there[b] = True

@@ -1,5 +1,5 @@
-/* Boolean mask rows to bit words: 32 keys of a row become one word, words lie as [word][row] so that one load gives
- * the words of a vector of rows. Any nonzero byte counts as true. */
+/* Boolean mask rows, of which any nonzero byte counts as true: to bit words, 32 keys of a row in one word, words lying
+ * as [word][row] so that one load gives the words of a vector of rows; and to the one run of keys that a row may be. */
 #include <string.h>
 
 #include "kernels.h"
@@ -36,4 +36,36 @@ void at_mask_words(uint32_t* words, const char* const* rows, ptrdiff_t key_strid
             *to = repeated ? to[-1] : key_stride == 1 && n == AT_WORD ? word_of_32(from) : word_of(from, key_stride, n);
         }
     }
+}
+
+/* Bytes that are looked at together. The two loops below have no exit, so that the compiler makes vectors of them. */
+#define BLOCK 64
+
+static int any_in_block(const char* p) {
+    unsigned char seen = 0;
+    for (int j = 0; j < BLOCK; j++) seen |= (unsigned char)p[j];
+    return seen != 0;
+}
+
+static int all_in_block(const char* p) {
+    unsigned char least = 255;
+    for (int j = 0; j < BLOCK; j++) least = (unsigned char)p[j] < least ? (unsigned char)p[j] : least;
+    return least != 0;
+}
+
+int at_mask_run(const char* row, ptrdiff_t key_stride, ptrdiff_t keys, ptrdiff_t* lo, ptrdiff_t* hi) {
+    const int in_blocks = key_stride == 1;
+    ptrdiff_t first = 0, end = keys;
+    while (in_blocks && end - first >= BLOCK && !any_in_block(row + first)) first += BLOCK;
+    while (first < end && !row[first * key_stride]) first++;
+    while (in_blocks && end - first >= BLOCK && !any_in_block(row + end - BLOCK)) end -= BLOCK;
+    while (first < end && !row[(end - 1) * key_stride]) end--;
+
+    ptrdiff_t j = first;
+    while (in_blocks && end - j >= BLOCK && all_in_block(row + j)) j += BLOCK;
+    while (j < end && row[j * key_stride]) j++;
+    if (j < end) return 0;
+    *lo = first < end ? first : 0;
+    *hi = first < end ? end : 0;
+    return 1;
 }

@@ -239,13 +239,6 @@ void at_pool_run(at_task task, void* job, ptrdiff_t tasks, int threads);
 AT_EXPORTED int at_pool_workers(void); /* threads started so far; found by this name in the loaded library */
 void* at_scratch(size_t bytes);        /* this thread's scratch, AT_ALIGN aligned, kept; NULL: no memory */
 
-/* encode.c. Rows of the encoding of first_position, first_position + 1, ... at out + row * row_stride_bytes, each
- * d_model > 0 doubles (single != 0: floats, rounded once). ratio = base^(-2 / d_model). |first_position| and
- * |first_position + rows| <= 2^50, whole; rows >= 0. Scratch is AT_ALIGN aligned. */
-size_t at_encode_scratch(ptrdiff_t d_model); /* bytes */
-void at_encode(const at_angles* angles, void* out, ptrdiff_t row_stride_bytes, ptrdiff_t rows, ptrdiff_t d_model,
-               double first_position, double ratio_high, double ratio_low, int single, double* scratch);
-
 /* scalar.c. The same bits on every machine, which the C library's do not give; off by at most 0.52 and 1.3 ULP. */
 double at_log2(double x);
 double at_exp2(double x);
@@ -253,5 +246,9 @@ double at_exp2(double x);
 /* bits.c. words[w][n] from booleans: bit j of row r is rows[r][j * key_stride] != 0. */
 void at_mask_words(uint32_t* words, const char* const* rows, ptrdiff_t key_stride, ptrdiff_t n_rows, ptrdiff_t pitch,
                    ptrdiff_t keys);
+
+/* 1 if the keys that a row allows, row[j * key_stride] != 0 for j < keys, are one run: lo <= j < hi, or 0, 0 for none.
+ * Else 0, and lo and hi stay as they are. keys >= 0. */
+int at_mask_run(const char* row, ptrdiff_t key_stride, ptrdiff_t keys, ptrdiff_t* lo, ptrdiff_t* hi);
 
 #endif
