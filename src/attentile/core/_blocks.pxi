@@ -5,6 +5,7 @@ cdef enum:
     MAX_BLOCKS = 8                              # blocks of rows that share one visit of a chunk
     TASK_ROWS = 192                             # rows that share it if there are tasks enough for all threads
     WORDS = AT_CHUNK // AT_WORD
+    MAX_THREADS = 256                           # of one call
     TASKS_PER_THREAD = 8                        # fewer blocks per task rather than fewer tasks than this
     FEW_TASKS_PER_THREAD = 4                    # few rows: heads are shared among threads below this
     MAX_PARTS = 1 << 20                         # chunks of all heads, if they are: 2^28 keys; more is a repeating view

@@ -531,15 +531,22 @@ cdef inline int take_threads(Call *call, int *threads) except -1:
     return 1
 
 
-cdef int run_call(Call *call, int threads) except -1:
-    """The pass over all batch items."""
+ctypedef int (*Runner)(void *what, int threads) except -1 nogil
+
+
+cdef int run_attention(void *job, int threads) except -1 nogil:
+    return run_job(<Job *> job, threads)
+
+
+cdef int run_call(Call *call, Runner run, void *what, int threads) except -1:
+    """`run` over all batch items: once if their axes fold into one."""
     cdef Py_ssize_t index[MAX_AXES]
     cdef int outer
     with nogil:
         outer = fold_batch(&call.batch, &call.job.batch)
         memset(index, 0, outer * sizeof(Py_ssize_t))
         while True:
-            run_job(&call.job, threads)
+            run(what, threads)
             if not next_items(&call.batch, outer, index):
                 break
     return 0

@@ -26,7 +26,7 @@ cdef object call_results(Call *call, int threads):
     if with_weights:
         weights = zeros(result_shape(call, call.job.keys), <object> call.dtype)
         bind_own(call, &call.job.weights, weights, False)
-    run_call(call, threads)
+    run_call(call, run_attention, &call.job, threads)
     return (out, lse, weights) if with_lse or with_weights else out
 
 
@@ -82,13 +82,13 @@ def textbook(Q, K, V, d_k, mask, bint causal, double fill, out, int threads):
         if out is not None:
             if not take_out(&call, out):
                 return None
-            run_call(&call, threads)
+            run_call(&call, run_attention, &call.job, threads)
             return out
         output = empty(result_shape(&call, call.job.value_width), <object> call.dtype)
         weights = zeros(result_shape(&call, call.job.keys), <object> call.dtype)
         bind_own(&call, &call.job.out, output, False)
         bind_own(&call, &call.job.weights, weights, False)
-        run_call(&call, threads)
+        run_call(&call, run_attention, &call.job, threads)
         return output, weights
     finally:
         close_batch(&call.batch)
@@ -134,6 +134,49 @@ def attend(scores, v, outputs, int threads):
             take_result(&call, &job.after.m, m, -1)
             take_result(&call, &job.after.l, l, -1)
             take_result(&call, &job.after.o, o, job.value_width)
-        run_call(&call, threads)
+        run_call(&call, run_attention, &call.job, threads)
+    finally:
+        close_batch(&call.batch)
+
+
+cdef int take_statistics(Call *call, Stats *stats, found) except -1:
+    """Where the statistics go; found: attributes by the names of Stats, None for what was not asked for."""
+    cdef Batch *batch = &call.batch
+    cdef Py_buffer *view
+    cdef int tail = 2 if call.drop else 3
+    if found.entropy is not None:
+        take_result(call, &stats.entropy, found.entropy, -1)
+    if found.largest is not None:
+        take_result(call, &stats.largest, found.largest, -1)
+    if found.received is not None:
+        bind_rows(batch, &stats.received, borrow(batch, found.received), tail - 1)
+    if found.top_weights is not None:
+        view = borrow(batch, found.top_weights)
+        stats.k = view.shape[view.ndim - 1]
+        bind(batch, &stats.top_weights, view, tail)
+        bind(batch, &stats.top_keys, borrow(batch, found.top_keys), tail)
+    if found.rows is not None:
+        bind(batch, &stats.rows, borrow(batch, found.rows), tail)
+        stats.chosen = <const Py_ssize_t *> borrow(batch, found.chosen).buf
+    return 0
+
+
+def stats(scores, v, m, l, found, int threads):
+    """Second pass over checked values, none of them empty, with the m and l (..., Hq, L) that the first one left.
+
+    found (inspection/stats.py): entropy, largest (..., Hq, L), received (..., Hq, S) zeroed, top_weights zeroed and
+    top_keys filled with -1 (..., Hq, L, k), rows (..., Hq, n, S) zeroed with chosen (L,): index into rows, or -1.
+    """
+    cdef Call call
+    cdef Stats stats
+    open_call(&call, 3)
+    memset(&stats, 0, sizeof(Stats))
+    stats.job = &call.job
+    try:
+        take_scores(&call, scores, v)
+        take_result(&call, &stats.m, m, -1)
+        take_result(&call, &stats.l, l, -1)
+        take_statistics(&call, &stats, found)
+        run_call(&call, run_statistics, &stats, threads)
     finally:
         close_batch(&call.batch)

@@ -315,3 +315,23 @@ cdef void attend_task(void *job_pointer, Py_ssize_t index, int slot) noexcept no
                 and job.tiles.any_nan(blocks[x].ot, blocks[x].vectors, job.value_width)):
             visit_chunks(job, &blocks[x], 1, shared, b, head, True)
         close_block(job, blocks[x], shared)
+
+
+cdef int run_job(Job *job, int threads) except -1 nogil:
+    """Divides the work, finds scratch for it, runs it."""
+    cdef Py_ssize_t heads = job.batch * job.kv_heads, rows = job.group * job.queries, nbytes
+    threads = divide(job, threads)
+    # In floating point: a view may repeat one key 2^60 times.
+    job.fetch = (<double> (rows + job.keys) * heads * (job.width + job.value_width) * job.tiles.itemsize
+                 > (FEW_FETCH_BYTES if job.few else FETCH_BYTES))
+    size_scratch(job)
+    nbytes = threads * job.scratch_per_slot + heads * job.partials_per_head * job.partial_bytes
+    job.scratch = <char *> scratch_of(nbytes)
+    if not job.few:
+        at_pool_run(attend_task, job, job.tasks, threads)
+        return 0
+    job.partials = job.scratch + threads * job.scratch_per_slot
+    at_pool_run(few_task, job, job.tasks, threads)
+    if job.parts > 1:                           # a few microseconds even for long caches
+        at_pool_run(merge_task, job, heads, 1)
+    return 0

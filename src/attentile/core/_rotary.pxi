@@ -170,6 +170,15 @@ cdef int run_rotary(Rotary *job, int threads) except -1 nogil:
     return 0
 
 
+cdef inline void bind_four(Strided *to, const void *data, Py_ssize_t *strides) noexcept:
+    """An array of four axes, as its memoryview tells."""
+    to.data = <char *> data
+    to.batch = strides[0]
+    to.head = strides[1]
+    to.row = strides[2]
+    to.column = strides[3]
+
+
 cdef int bind_table(Strided *to, table) except -1:
     """Two axes, float32 or float64, last axis contiguous."""
     cdef const float[:, :] single
@@ -193,8 +202,8 @@ cdef int rotate_typed(Rotary *job, const real[:, :, :, :] x, real[:, :, :, :] y)
     job.length, job.width = x.shape[2], x.shape[3]
     job.heads_inside = x.shape[1] > 1 and (x.shape[2] == 1 or abs(x.strides[1]) < abs(x.strides[2]))
     job.turn_rows = job.angles.turn_rows[sizeof(real) == 8][job.neighbours]
-    bind(&job.x, &x[0, 0, 0, 0], x.strides)
-    bind(&job.y, &y[0, 0, 0, 0], y.strides)
+    bind_four(&job.x, &x[0, 0, 0, 0], x.strides)
+    bind_four(&job.y, &y[0, 0, 0, 0], y.strides)
     return 0
 
 

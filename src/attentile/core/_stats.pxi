@@ -141,9 +141,9 @@ cdef inline void add_reals(char *to, const char *values, size_t itemsize, Py_ssi
         set_real(to + i * item, itemsize, real_at(to + i * item, itemsize) + real_at(values + i * item, itemsize))
 
 
-cdef int run_stats(Stats *stats, double scale, int threads) except -1 nogil:
+cdef int run_statistics(void *stats_pointer, int threads) except -1 nogil:
+    cdef Stats *stats = <Stats *> stats_pointer
     cdef Job *job = stats.job
-    job.factor = scale * LOG2E
     job.tasks = job.batch * job.kv_heads * job.group
     job.blocks_per_task = 1
     job.block_rows = job.tiles.max_vectors * job.tiles.lanes
