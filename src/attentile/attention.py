@@ -8,9 +8,11 @@ from typing import Any, Literal, NamedTuple, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .call import Call, attend, check_out, prepare, rounded
+from .arguments import check_out
+from .call import Call, attend, prepare
 from .core.twin import ScoreMod
 from .runtime import config
+from .storage import rounded
 
 Array = NDArray[Any]
 Causal = bool | Literal["upper_left", "lower_right"]

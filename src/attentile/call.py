@@ -7,9 +7,7 @@ inputs with more batch axes are folded into one where their strides allow it and
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from types import ModuleType
@@ -19,10 +17,11 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from .arguments import real
+from .arguments import as_array, check_scale, real
 from .core import twin
 from .masks import Structure, structure
 from .runtime import config
+from .storage import promoted, ready, rounded
 
 Array = NDArray[Any]
 
@@ -30,53 +29,6 @@ Array = NDArray[Any]
 LOG2E = 1.4426950408889634
 
 # ---- dtypes ----
-
-
-def _computed_in(dtype: np.dtype[Any], function: str) -> np.dtype[Any]:
-    """The dtype of the arithmetic for this (promoted) input dtype."""
-    dtype = dtype.newbyteorder("=")
-    if dtype in (np.float32, np.float64):
-        return dtype
-    if dtype == np.float16 or dtype.name == "bfloat16":
-        return np.dtype(np.float32)
-    if dtype.kind in "iub":
-        return np.dtype(np.float64)
-    raise TypeError(
-        f"{function}: an array has dtype {dtype}; supported are float64, float32, float16, bfloat16, integers and bool"
-    )
-
-
-def promoted(function: str, *arrays: Array) -> tuple[np.dtype[Any], np.dtype[Any]]:
-    """(dtype of the arithmetic, dtype of the result) for arrays that are used together."""
-    for array in arrays:
-        _computed_in(array.dtype, function)
-    try:
-        dtype = np.result_type(*arrays)
-    except TypeError:
-        dtypes = ", ".join(sorted({str(array.dtype) for array in arrays}))
-        raise TypeError(f"{function}: NumPy has no common dtype of {dtypes}; convert with .astype()") from None
-    compute = _computed_in(dtype, function)
-    return compute, compute if dtype.kind in "iub" else dtype.newbyteorder("=")
-
-
-def rounded(array: Array, dtype: np.dtype[Any]) -> Array:
-    """The array in this dtype, itself if it has it. Small numbers become subnormal or 0 without a word.
-
-    That is what rounding to a dtype means, whatever np.seterr() says about the program around; only a finite number
-    that becomes Inf is NumPy's to report.
-    """
-    if array.dtype == dtype:
-        return array
-    with np.errstate(under="ignore", invalid="ignore"):
-        return array.astype(dtype)
-
-
-def ready(array: Array, dtype: np.dtype[Any]) -> Array:
-    """The array in this dtype, native, aligned, last axis contiguous: itself whenever it already is."""
-    array = rounded(array, dtype)
-    if not array.flags.aligned or (array.shape[-1] > 1 and array.strides[-1] != array.itemsize):
-        array = array.copy(order="C")
-    return array
 
 
 def _bias_in(bias: Array, dtype: np.dtype[Any]) -> Array:
@@ -89,29 +41,6 @@ def _bias_in(bias: Array, dtype: np.dtype[Any]) -> Array:
 
 
 # ---- checks ----
-
-
-def as_array(function: str, name: str, value: Any) -> Array:
-    """np.asarray, but not of a masked array, whose mask would be lost without a word."""
-    ma = sys.modules.get("numpy.ma.core")  # where it is not loaded there is no masked array, and to load it takes time
-    if ma is not None and isinstance(value, ma.MaskedArray):
-        raise TypeError(
-            f"{function}: {name} is a masked array, whose mask would be lost; pass {name}.filled(...), and keys to "
-            "leave out as mask= of attention"
-        )
-    return np.asarray(value)
-
-
-@contextmanager
-def named_in_errors(function: str) -> Iterator[None]:
-    """The checks of this module and of masks.py, which speak of attention(), speak of `function` instead."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        text = str(error)
-        if type(error) not in (TypeError, ValueError) or not text.startswith("attention: "):
-            raise
-        raise type(error)(function + text.removeprefix("attention")) from None
 
 
 def _shapes(q: Array, k: Array, v: Array) -> tuple[int, ...]:
@@ -135,42 +64,6 @@ def _shapes(q: Array, k: Array, v: Array) -> tuple[int, ...]:
         return np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     except ValueError:
         raise ValueError(f"attention: the batch axes of q, k and v do not broadcast ({shapes})") from None
-
-
-def check_scale(function: str, scale: Any) -> float | None:
-    """scale as a finite number; None stays None."""
-    if scale is None:
-        return None
-    try:
-        number = real(scale)
-    except (TypeError, ValueError):
-        raise TypeError(f"{function}: scale is {scale!r}; it must be a number") from None
-    if not math.isfinite(number):
-        raise ValueError(f"{function}: scale is {number}; it must be finite")
-    return number
-
-
-def check_out(function: str, out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Refuses an out that is not a writable array of this shape and dtype with every element in a place of its own."""
-    if not isinstance(out, np.ndarray):
-        raise TypeError(f"{function}: out is a {type(out).__name__}; it must be a NumPy array, or None")
-    if out.shape != shape or out.dtype != dtype:
-        raise ValueError(
-            f"{function}: out has shape {out.shape} and dtype {out.dtype}; they must be {shape} and {dtype}, "
-            "those of the result"
-        )
-    if not out.flags.writeable:
-        raise ValueError(f"{function}: out is read-only; pass a writable array (out.copy() is)")
-    if out.flags.c_contiguous or out.size == 0:
-        return
-    reach = out.itemsize  # bytes that the axes so far cover, those with the smallest steps first
-    for step, n in sorted((abs(step), n) for step, n in zip(out.strides, out.shape, strict=True) if n > 1):
-        if step < reach:
-            raise ValueError(
-                f"{function}: out has shape {out.shape} and strides {out.strides}, so that elements share memory; "
-                "pass an array that does not overlap itself"
-            )
-        reach += (n - 1) * step
 
 
 def _factor(scale: float, dtype: np.dtype[Any]) -> float:

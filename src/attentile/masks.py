@@ -273,14 +273,3 @@ def segment_ids(lengths: ArrayLike | None = None, *, cu_seqlens: ArrayLike | Non
     if (given < 0).any():
         raise ValueError("segment_ids: no sequence may have a negative length")
     return np.repeat(np.arange(given.size), given)
-
-
-def positive_index(function: str, name: str, value: Any) -> int:
-    """value as a positive int, with the message every function gives."""
-    try:
-        number = index(value)
-    except TypeError:
-        raise TypeError(f"{function}: {name} is {value!r}; it must be a positive integer") from None
-    if number < 1:
-        raise ValueError(f"{function}: {name} is {number}; it must be a positive integer")
-    return number

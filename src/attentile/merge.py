@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .attention import AttentionResult
-from .call import promoted
+from .storage import promoted
 
 Array = NDArray[Any]
 Part = AttentionResult | tuple[ArrayLike, ArrayLike]

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .arguments import real
-from .call import attend, promoted, ready, rounded
-from .masks import positive_index
+from .arguments import positive_index, real
+from .call import attend
 from .runtime import config
+from .storage import promoted, ready, rounded
 
 Array = NDArray[Any]
 

@@ -8,10 +8,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..attention import AttentionResult, attention, finish
-from ..call import _mask, prepare, promoted
+from ..call import _mask, prepare
 from ..positions.rotary import rotary_embedding
 from ..positions.scaling import depends_on_length
 from ..runtime import config
+from ..storage import promoted
 
 if TYPE_CHECKING:
     from .kv_cache import KVCache

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from ..arguments import index
+from ..arguments import as_array, index
 from ..attention import OPTIONS
-from ..call import as_array
 from ..masks import _FAR, _check_causal, _per_item
 from ..positions.rotary import ROTARY_OPTIONS
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from ..call import ready
+from ..storage import ready
 from .checks import check_capacity
 
 if TYPE_CHECKING:

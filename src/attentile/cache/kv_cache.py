@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from ..arguments import as_array, named_in_errors
 from ..attention import AttentionResult
-from ..call import as_array, named_in_errors, promoted, ready
 from ..merge import merge_attention
 from ..positions.rotary import rotate_items
 from ..runtime import config
+from ..storage import promoted, ready
 from . import checks
 from . import file as cache_file
 from .attend import attend_stored, query_positions, row_positions, turned

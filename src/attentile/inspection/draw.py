@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ..arguments import named_in_errors, positive_index
 from ..attention import Causal, Segments, Window
-from ..call import named_in_errors
-from ..masks import Structure, positive_index, structure
+from ..masks import Structure, structure
 
 Array = NDArray[Any]
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..call import Call, attend, execute, named_in_errors, prepare
+from ..arguments import named_in_errors, positive_index
+from ..call import Call, attend, execute, prepare
 from ..core import twin
-from ..masks import positive_index
 from ..runtime import config
 
 Array = NDArray[Any]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..masks import positive_index
+from ..arguments import positive_index
 from .sinusoids import _integer
 
 Array = NDArray[Any]

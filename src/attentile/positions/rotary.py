@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..arguments import index
-from ..call import as_array, check_out, promoted, ready
+from ..arguments import as_array, check_out, index
 from ..core import twin_angles
 from ..runtime import config
+from ..storage import promoted, ready
 from .scaling import (
     DEFAULT_BASE,
     Frequencies,

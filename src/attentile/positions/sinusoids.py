@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from ..arguments import index
-from ..call import check_out
+from ..arguments import check_out, index
 from ..core import twin_angles
 from ..runtime import config
 
