@@ -226,7 +226,6 @@ cdef int place_in_cache(Call *call, CacheView view) except -1:
     cdef Job *job = &call.job
     cdef Structure *structure = &job.structure
     cdef Py_ssize_t b
-    cdef bint limited = structure.left < FAR or structure.right < FAR or view.left >= 0
     if view.left >= 0 and call.windowed:
         return 0
     for b in range(view.lengths.shape[0]):
@@ -241,7 +240,7 @@ cdef int place_in_cache(Call *call, CacheView view) except -1:
     if structure.prefixes.data != NULL and not structure.causal:
         return 0
     if call.placed:
-        if call.causal > PLAIN or not (structure.causal or limited or job.slopes != NULL or view.rotary):
+        if call.causal > PLAIN or not (structure.causal or call.limited or view.left >= 0 or job.slopes != NULL or view.rotary):
             return 0
     elif call.causal == PLAIN and job.queries != job.keys:
         return 0

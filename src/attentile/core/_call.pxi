@@ -56,6 +56,7 @@ cdef struct Call:
     PyObject *given[OPTIONS]                    # borrowed from the caller's dict; NULL: not there, or None
     int causal
     bint windowed                               # window= was given, even if it limits nothing
+    bint limited                                # it limits something
     bint placed                                 # q_start= was given
 
 
@@ -67,6 +68,7 @@ cdef inline void open_call(Call *call, int tail) noexcept:
     call.drop = False
     call.causal = NOT_CAUSAL
     call.windowed = False
+    call.limited = False
     call.placed = False
 
 
@@ -258,8 +260,10 @@ cdef int take_window(Call *call, value) except -1:
     cdef Structure *structure = &call.job.structure
     if type(value) is not tuple or len(<tuple> value) != 2:
         return 0
+    left, right = <tuple> value
     call.windowed = True
-    return take_side((<tuple> value)[0], &structure.left) and take_side((<tuple> value)[1], &structure.right)
+    call.limited = left is not None or right is not None
+    return take_side(left, &structure.left) and take_side(right, &structure.right)
 
 
 cdef int take_index(Call *call, value, Index *to, Py_ssize_t least, Py_ssize_t most) except -1:
@@ -269,10 +273,10 @@ cdef int take_index(Call *call, value, Index *to, Py_ssize_t least, Py_ssize_t m
     cdef Py_ssize_t i, n = 1
     cdef int a
     if type(value) is ndarray:
-        if value.dtype is not intp:
+        if value.dtype.kind != "i" or not value.dtype.isnative:
             return 0
-        value = value.copy()
-    elif type(value) is int or type(value) is list or type(value) is tuple:
+        value = array_of(value, intp, order="C")
+    elif type(value) is int or type(value) is list or type(value) is tuple or isinstance(value, integer):
         value = array_of(value)
         if value.dtype is not intp:
             return 0
@@ -319,8 +323,7 @@ cdef int place_queries(Call *call) except -1:
     """Where the queries stand, and whether that is clear (docs/semantics.md, S7 and S7b)."""
     cdef Job *job = &call.job
     cdef Structure *structure = &job.structure
-    cdef bint limited = structure.left < FAR or structure.right < FAR
-    cdef bint asked = limited or job.slopes != NULL
+    cdef bint asked = call.limited or job.slopes != NULL
     if structure.prefixes.data != NULL and call.causal == NOT_CAUSAL:
         return 0
     if call.placed:
@@ -330,7 +333,7 @@ cdef int place_queries(Call *call) except -1:
         structure.from_end = True
     elif (call.causal == PLAIN or (asked and call.causal == NOT_CAUSAL)) and job.queries != job.keys:
         return 0
-    structure.some = (call.causal != NOT_CAUSAL or limited or structure.lengths.data != NULL
+    structure.some = (call.causal != NOT_CAUSAL or call.limited or structure.lengths.data != NULL
                       or structure.lo.data != NULL)
     return 1
 

@@ -49,6 +49,7 @@ cdef object ndarray = numpy.ndarray
 cdef object empty = numpy.empty
 cdef object zeros = numpy.zeros
 cdef object array_of = numpy.array
+cdef object integer = numpy.integer
 cdef object bool_ = numpy.dtype(numpy.bool_)
 cdef object intp = numpy.dtype(numpy.intp)
 cdef object float32 = numpy.dtype(numpy.float32)
