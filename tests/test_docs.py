@@ -369,7 +369,8 @@ def test_performance_page_of_what_was_measured(measured, tmp_path):
     assert f"**{peers['ratios']['numpy']['median']:.2f}**" in row
     assert f"<title>NumPy: {peers['ratios']['numpy']['median']:.2f}</title>" in text
     bench = json.loads(measured["bench"].read_text())["rows"][0]
-    assert f"| {bench['gbytes_per_second']:.1f} | {bench['speedup']:.1f} |" in text
+    times = [performance._number(bench[name]) for name in ("formula_ms", "twin_ms")]
+    assert f"| {bench['gbytes_per_second']:.1f} | {' | '.join(times)} | {bench['speedup']:.2f} |" in text
     medians = {
         one["extra_info"]["backend"]: one["stats"]["median"]
         for one in json.loads(measured["suite"].read_text())["benchmarks"]
