@@ -369,14 +369,35 @@ def test_performance_page_of_what_was_measured(measured, tmp_path):
     assert f"**{peers['ratios']['numpy']['median']:.2f}**" in row
     assert f"<title>NumPy: {peers['ratios']['numpy']['median']:.2f}</title>" in text
     bench = json.loads(measured["bench"].read_text())["rows"][0]
-    assert f"| {bench['gbytes_per_second']:.1f} | {bench['speedup']:.1f} |" in text
+    times = [performance._number(bench[name]) for name in ("formula_ms", "twin_ms")]
+    assert f"| {bench['gbytes_per_second']:.1f} | {' | '.join(times)} | {bench['speedup']:.2f} |" in text
+    benchmarks = json.loads(measured["suite"].read_text())["benchmarks"]
+    medians = {one["extra_info"]["backend"]: one["stats"]["median"] for one in benchmarks if "tiny-32" in one["group"]}
+    if config.core() is not None:
+        times = [performance._number(medians[name] * 1e3) for name in ("compiled", "formula", "numpy")]
+        speedup = min(medians["formula"], medians["numpy"]) / medians["compiled"]
+        assert f"| {' | '.join(times)} | {speedup:.2f} |" in text
+        told = {one["extra_info"].get("speed-up") for one in benchmarks if "tiny-32" in one["group"]}
+        assert told == {None, round(speedup, 3)}
+
+
+def test_performance_page_of_files_without_the_formula(measured, tmp_path):
+    """As they were written before it was timed: `numpy_ms` was the formula of the speed table, the suite had none."""
+    bench, suite = (json.loads(measured[kind].read_text()) for kind in ("bench", "suite"))
+    row = bench["rows"][0]
+    row["numpy_ms"] = row.pop("formula_ms")
+    del row["twin_ms"]
+    suite["benchmarks"] = [one for one in suite["benchmarks"] if one["extra_info"]["backend"] != "formula"]
+    (tmp_path / "bench.json").write_text(json.dumps(bench))
+    (tmp_path / "suite.json").write_text(json.dumps(suite))
+    text = performance.page(results.load(tmp_path))
+    assert f"| {performance._number(row['numpy_ms'])} | – | {row['speedup']:.2f} |" in text
     medians = {
-        one["extra_info"]["backend"]: one["stats"]["median"]
-        for one in json.loads(measured["suite"].read_text())["benchmarks"]
-        if "tiny-32" in one["group"]
+        one["extra_info"]["backend"]: one["stats"]["median"] for one in suite["benchmarks"] if "tiny-32" in one["group"]
     }
     if config.core() is not None:
-        assert f"| {medians['numpy'] / medians['compiled']:.1f} |" in text
+        twin, speedup = performance._number(medians["numpy"] * 1e3), medians["numpy"] / medians["compiled"]
+        assert f"| {performance._number(medians['compiled'] * 1e3)} | – | {twin} | {speedup:.2f} |" in text
 
 
 def test_shapes_in_words():

@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 from .arguments import as_array, as_real, check_scale
 from .masks import Structure, structure
 from .partial import Partial
-from .storage import is_floating, promoted, ready, rounded
+from .storage import is_floating, native, promoted, ready
 
 Array = NDArray[Any]
 Causal = bool | Literal["upper_left", "lower_right"]
@@ -120,7 +120,7 @@ def check_mask(mask: Any, shape: tuple[int, ...]) -> Array | None:
         hint = "pass it as bias=" if is_floating(mask.dtype) else "pass mask != 0"
         raise TypeError(f"attention: mask has dtype {mask.dtype}; it must be bool, True = may attend ({hint}?)")
     _check_broadcast("mask", mask, shape)
-    return mask
+    return mask.view(np.bool_)  # a plain array of NumPy's own bool
 
 
 def _bias(bias: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array | None:
@@ -135,8 +135,7 @@ def _bias(bias: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array | No
     if bias.dtype.itemsize > dtype.itemsize:
         largest = np.finfo(dtype).max
         bias = np.where(np.isinf(bias), bias, np.clip(bias, -largest, largest))
-    bias = rounded(bias, dtype)
-    return bias if bias.flags.aligned else bias.copy()
+    return native(bias, dtype)
 
 
 def _lead(q: Array, k: Array, v: Array) -> tuple[int, ...]:

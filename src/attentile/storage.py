@@ -19,7 +19,7 @@ def _computed_in(dtype: np.dtype[Any], function: str) -> np.dtype[Any]:
     """The dtype of the arithmetic for this (promoted) input dtype."""
     dtype = dtype.newbyteorder("=")
     if dtype in (np.float32, np.float64):
-        return dtype
+        return np.dtype(dtype.type)  # NumPy's own object, by which the core knows it
     if dtype == np.float16 or dtype.name == "bfloat16":
         return np.dtype(np.float32)
     if dtype.kind in "iub":
@@ -62,9 +62,17 @@ def rounded(array: Array, dtype: np.dtype[Any], overflow: Literal["ignore"] | No
         return array.astype(dtype)
 
 
-def ready(array: Array, dtype: np.dtype[Any]) -> Array:
-    """The array in this dtype, native, aligned, last axis contiguous: itself whenever it already is."""
+def native(array: Array, dtype: np.dtype[Any]) -> Array:
+    """The array in this dtype, in the machine's byte order and aligned: itself whenever it already is."""
     array = rounded(array, dtype)
-    if not array.flags.aligned or (array.shape[-1] > 1 and array.strides[-1] != array.itemsize):
+    if not array.flags.aligned:
+        array = array.copy(order="C")
+    return array if array.dtype is dtype else array.view(dtype)
+
+
+def ready(array: Array, dtype: np.dtype[Any]) -> Array:
+    """The same with the last axis contiguous."""
+    array = native(array, dtype)
+    if array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
         array = array.copy(order="C")
     return array

@@ -46,6 +46,26 @@ def attention(q, k, v, dict options, int threads):
         close_batch(&call.batch)
 
 
+def partial(q, k, v, dict options, int threads):
+    """The same without finishing the rows: (m, l, o) of partial.py, or None."""
+    cdef Call call
+    open_call(&call, 3)
+    try:
+        if not (number_options(&call, options) and take_arrays(&call, q, k, v) and take_options(&call)
+                and place_queries(&call) and take_threads(&call, &threads)):
+            return None
+        m = empty(result_shape(&call, -1), <object> call.dtype)
+        l = empty(result_shape(&call, -1), <object> call.dtype)
+        o = empty(result_shape(&call, call.job.value_width), <object> call.dtype)
+        bind_own(&call, &call.job.after.m, m, True)
+        bind_own(&call, &call.job.after.l, l, True)
+        bind_own(&call, &call.job.after.o, o, False)
+        run_call(&call, run_attention, &call.job, threads)
+        return m, l, o
+    finally:
+        close_batch(&call.batch)
+
+
 cdef int take_textbook_mask(Call *call, mask) except -1:
     """0 = masked, of any numeric type, the same for every head."""
     if type(mask) is not ndarray:
@@ -107,7 +127,7 @@ cdef int take_scores(Call *call, scores, v) except -1:
 cdef int take_result(Call *call, Strided *to, array, Py_ssize_t columns) except -1:
     """An array of outputs.py; columns -1: rows without columns."""
     cdef Py_buffer *view
-    if array is None:
+    if array is None:                           # not asked for
         return 0
     view = borrow_result(call, array, columns)
     if view == NULL or view.readonly:

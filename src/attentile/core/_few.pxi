@@ -144,7 +144,7 @@ cdef void close_few(const Job *job, Block *block, Shared *shared, Py_ssize_t b, 
         for r in range(block.n_rows):
             job.tiles.few_store(block.after.o[r], block.ot + r * row, job.value_width, 1)
     close_rows(job, block, shared)
-    for r in range(block.n_rows):
+    for r in range(block.n_rows if job.out.data != NULL else 0):
         job.tiles.few_store(block.out_rows[r], block.ot + r * row, job.value_width,
                             real_at(shared.alpha + r * item, item))
 

@@ -71,7 +71,7 @@ cdef inline void look_ahead(const Job *job, Block **blocks, Py_ssize_t n_blocks,
         fetch_chunk(shared, key_chunk(job, b, head, c + 1), job.k.row, chunk_keys(job, c + 1), job.width * item)
     if c == first and x + 1 < n_blocks:
         fetch_rows(shared, blocks[x + 1].q_rows, blocks[x + 1].n_rows, 0, job.width * item)
-    elif c == end - 1:
+    elif c == end - 1 and job.out.data != NULL:
         fetch_rows(shared, <const char **> blocks[x].out_rows, blocks[x].n_rows, 0, job.value_width * item)
 
 
@@ -261,7 +261,8 @@ cdef void close_block(const Job *job, Block *block, Shared *shared) noexcept nog
     close_rows(job, block, shared)
     if job.weights.data != NULL:
         finish_weights(job, block)
-    job.tiles.unpack(block.out_rows, block.ot, shared.alpha, block.n_rows, block.vectors, job.value_width)
+    if job.out.data != NULL:
+        job.tiles.unpack(block.out_rows, block.ot, shared.alpha, block.n_rows, block.vectors, job.value_width)
 
 
 cdef void visit_chunks(const Job *job, Block **blocks, Py_ssize_t n_blocks, Shared *shared, Py_ssize_t b,

@@ -1,0 +1,109 @@
+"""Where the results of one call go, and how they come back in the caller's dtype."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .arguments import check_out
+from .partial import Partial
+from .scores import LOG2E, Scores
+from .storage import rounded
+
+Array = NDArray[Any]
+
+
+class AttentionResult(NamedTuple):
+    """What `attention` returns when more than the output is asked for; what was not asked for is None.
+
+    Attributes
+    ----------
+    out : ndarray, shape (..., Hq, L, Dv)
+        The output.
+    lse : ndarray, shape (..., Hq, L), or None
+        Natural logarithm of the sum of exp of the scores, with return_lse.
+    weights : ndarray, shape (..., Hq, L, S), or None
+        The softmax weights, with return_weights.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from attentile import attention
+    >>> out, lse, weights = attention(np.zeros((1, 4)), np.zeros((2, 4)), np.eye(2), return_lse=True)
+    >>> lse.round(3)  # log(exp(0) + exp(0))
+    array([0.693])
+    >>> weights is None
+    True
+    """
+
+    out: Array
+    lse: Array | None
+    weights: Array | None
+
+
+class Outputs:
+    """The arrays that a backend writes, in the dtype of the arithmetic and with the caller's axes; None: not wanted."""
+
+    def __init__(self, scores: Scores, value_width: int) -> None:
+        self.rows = scores.shape[:-1]
+        self.shape = (*self.rows, value_width)
+        self.out: Array | None = None
+        self.lse: Array | None = None
+        self.weights: Array | None = None
+        self.partial: Partial | None = None
+        self._given: Array | None = None  # the caller's array, which `out` may or may not be
+        self._scores = scores
+
+    def want_out(self, given: Any, inputs: tuple[Array | None, ...] = ()) -> None:
+        """The output, in the caller's array if there is one: directly if that can be written while inputs are read."""
+        scores = self._scores
+        if given is not None:
+            check_out("attention", given, self.shape, scores.dtype)
+            self._given = given
+            direct = scores.score_mod is None and given.dtype == scores.compute and given.flags.aligned
+            direct = direct and (given.shape[-1] <= 1 or given.strides[-1] == given.itemsize)
+            if direct and not any(x is not None and np.may_share_memory(given, x) for x in inputs):
+                self.out = given.view(np.ndarray).view(scores.compute)
+                return
+        self.out = np.empty(self.shape, scores.compute)
+
+    def want_lse(self) -> None:
+        self.lse = np.empty(self.rows, self._scores.compute)
+
+    def want_weights(self) -> None:
+        self.weights = np.zeros(self._scores.shape, self._scores.compute)
+
+    def want_partial(self) -> None:
+        dtype = self._scores.compute
+        self.partial = Partial(np.empty(self.rows, dtype), np.empty(self.rows, dtype), np.empty(self.shape, dtype))
+
+    def of_no_keys(self) -> None:
+        """The results of rows that see nothing here: 0, or what the keys before have left."""
+        scores, before = self._scores, self._scores.before
+        if before is None:
+            nothing = np.zeros(self.rows, scores.compute)
+            before = Partial(nothing - np.inf, nothing, np.zeros(self.shape, scores.compute))
+        if self.lse is not None:
+            self.lse[...] = before.lse
+        for own, there in zip(self.partial or (), before, strict=False):
+            own[...] = there
+        if self.out is not None:
+            self.out[...] = before.out
+            if scores.sinks is not None and self.out.size:
+                with np.errstate(all="ignore"):
+                    sink = np.exp2(scores.sinks[:, None] * LOG2E - before.m)
+                    self.out *= np.where(before.l == 0, 1, before.l / (before.l + sink))[..., None]
+
+    def finished(self) -> Array | AttentionResult:
+        """The output in the caller's dtype and array; with what else was wanted."""
+        assert self.out is not None
+        dtype, out = self._scores.dtype, self._given
+        if out is None:
+            out = rounded(self.out, dtype)
+        elif not np.may_share_memory(out, self.out):
+            out[...] = rounded(self.out, out.dtype)
+        if self.lse is None and self.weights is None:
+            return out
+        return AttentionResult(out, self.lse, None if self.weights is None else rounded(self.weights, dtype))

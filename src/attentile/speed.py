@@ -1,0 +1,208 @@
+"""The speed table of `python -m attentile`: ours against the formula in NumPy and against the library's NumPy twin.
+
+The twin stands in for the kernels where there is no compiler. The speed-up is over the faster of the two.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import attentile as at
+
+from . import formulas
+from .runtime import config
+
+Array = NDArray[Any]
+Call = Callable[[], object]
+
+
+# ---- what is measured ----
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One attention problem: batch, query and key heads, queries, keys, width."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    width: int
+    dtype: str = "float32"
+    causal: bool = False
+
+    def flops(self) -> float:
+        """FLOPs of the useful work: two products of 2 L S D each per head, half of them if causal."""
+        all_pairs = 4.0 * self.batch * self.heads * self.queries * self.keys * self.width
+        return all_pairs / 2 if self.causal else all_pairs
+
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values."""
+        return 2 * self.batch * self.kv_heads * self.keys * self.width * np.dtype(self.dtype).itemsize
+
+    def arrays(self) -> tuple[Array, Array, Array]:
+        """Queries, keys and values, the same ones in every run."""
+        rng = np.random.default_rng(0)
+        queries, keys = (self.batch, self.heads, self.queries), (self.batch, self.kv_heads, self.keys)
+        shapes = ((*queries, self.width), (*keys, self.width), (*keys, self.width))
+        q, k, v = (rng.standard_normal(shape).astype(self.dtype) for shape in shapes)
+        return q, k, v
+
+    def calls(self) -> tuple[Call, Call]:
+        """Ours, and the formula."""
+        arrays = self.arrays()
+        mask = np.tri(self.queries, self.keys, dtype=bool) if self.causal else None
+        return partial(at.attention, *arrays, causal=self.causal), partial(formulas.attention, *arrays, mask)
+
+    def __str__(self) -> str:
+        kv = f"/{self.kv_heads}" if self.kv_heads != self.heads else ""
+        name = f"{self.batch}x{self.heads}{kv} heads, {self.queries}x{self.keys}, d={self.width}"
+        return name + (" causal" if self.causal else "") + (" fp64" if self.dtype == "float64" else "")
+
+
+@dataclass(frozen=True)
+class Textbook:
+    """A call as in a textbook, float64: `multi_head_attention` if there are heads, `self_attention` otherwise."""
+
+    rows: int
+    width: int
+    heads: int | None = None
+    masked: bool = False
+    dtype: str = "float64"
+
+    def flops(self) -> float:
+        """FLOPs of the two products of attention, and of the four projections of a layer."""
+        projections = 8.0 * self.rows * self.width**2 if self.heads else 0.0
+        return 4.0 * self.rows**2 * self.width + projections
+
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values."""
+        return 2 * self.rows * self.width * np.dtype(self.dtype).itemsize
+
+    def calls(self) -> tuple[Call, Call]:
+        """Ours, and the formula."""
+        rng = np.random.default_rng(0)
+        mask = np.tri(self.rows, dtype=int) if self.masked else None
+        if self.heads is None:
+            q, k, v = rng.standard_normal((3, self.rows, self.width))
+            vectors = (q, k, v, self.width, mask)
+            return partial(at.self_attention, *vectors), partial(formulas.self_attention, *vectors)
+        x = rng.standard_normal((self.rows, self.width))
+        weights = rng.standard_normal((4, self.width, self.width)) / np.sqrt(self.width)
+        layer = (x, self.width, self.heads, *weights, mask)
+        return partial(at.multi_head_attention, *layer), partial(formulas.multi_head_attention, *layer)
+
+    def __str__(self) -> str:
+        name = "self_attention" if self.heads is None else "multi_head_attention"
+        heads = f", {self.heads} heads" if self.heads else ""
+        return f"{name} {self.rows}x{self.width}{heads}{' masked' if self.masked else ''} fp64"
+
+
+Problem = Shape | Textbook
+
+
+@dataclass
+class Row:
+    """One measured line of the speed table."""
+
+    shape: Problem
+    threads: int
+    ms: float
+    gflops: float
+    peak_percent: float | None
+    gbytes_per_second: float
+    formula_ms: float
+    twin_ms: float
+    speedup: float
+
+
+TEXTBOOK = (
+    Textbook(5, 64),
+    Textbook(5, 64, masked=True),
+    Textbook(64, 64),
+    Textbook(64, 64, masked=True),
+    Textbook(64, 64, heads=4),
+)
+
+SHAPES = (
+    Shape(1, 12, 12, 128, 128, 64),
+    Shape(1, 12, 12, 512, 512, 64),
+    Shape(1, 12, 12, 1024, 1024, 64, causal=True),
+    Shape(1, 16, 4, 1024, 1024, 128, causal=True),
+    Shape(1, 8, 8, 512, 512, 64, dtype="float64"),
+)
+
+
+# ---- measuring ----
+
+
+def _median_seconds(call: Call, seconds: float) -> float:
+    """Median time of a call over about this many seconds, at least three: one slow first call does not matter."""
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < 3 or time.perf_counter() < end:
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def fma_peak(dtype: str, threads: int) -> float | None:
+    """FLOPs per second of independent FMAs on one core, times threads; None without the compiled core."""
+    core = config.core()
+    if core is None:
+        return None
+    best, size = 0.0, np.dtype(dtype).itemsize
+    for _ in range(30):
+        start = time.perf_counter()
+        flops = core.fma_rounds(size, 20000)
+        best = max(best, flops / (time.perf_counter() - start))
+    return best * threads
+
+
+def measure(problem: Problem, threads: int, seconds: float) -> Row:
+    """Times ours, the formula and the twin on one problem, with the FMA peak measured in the same run."""
+    ours, formula = problem.calls()
+    with at.num_threads(threads):
+        peak = fma_peak(problem.dtype, threads)
+        ours_seconds = _median_seconds(ours, seconds)
+        formula_seconds = _median_seconds(formula, seconds)
+        with at.use_backend("numpy"):
+            twin_seconds = _median_seconds(ours, seconds)
+    rate = problem.flops() / ours_seconds
+    return Row(
+        shape=problem,
+        threads=threads,
+        ms=ours_seconds * 1e3,
+        gflops=rate / 1e9,
+        peak_percent=None if peak is None else 100 * rate / peak,
+        gbytes_per_second=problem.kv_bytes() / ours_seconds / 1e9,
+        formula_ms=formula_seconds * 1e3,
+        twin_ms=twin_seconds * 1e3,
+        speedup=min(formula_seconds, twin_seconds) / ours_seconds,
+    )
+
+
+def print_rows(rows: list[Row]) -> None:
+    """The speed table."""
+    print(
+        f"{'problem':41} {'ms':>9} {'GFLOP/s':>8} {'% peak':>7} {'GB/s':>6} {'formula ms':>11} {'twin ms':>10} "
+        f"{'speed-up':>9}"
+    )
+    for row in rows:
+        peak = "" if row.peak_percent is None else f"{row.peak_percent:.0f}"
+        print(
+            f"{row.shape!s:41} {row.ms:9.4f} {row.gflops:8.1f} {peak:>7} {row.gbytes_per_second:6.1f} "
+            f"{row.formula_ms:11.4f} {row.twin_ms:10.4f} {row.speedup:8.2f}x"
+        )
+    print("formula: plain NumPy as people write it; twin: this library without its kernels")
+    print("speed-up: over the faster of the two")
