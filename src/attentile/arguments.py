@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Real
 from typing import Any
@@ -28,6 +28,13 @@ def named_in_errors(function: str) -> Iterator[None]:
         if type(error) not in (TypeError, ValueError) or not text.startswith("attention: "):
             raise
         raise type(error)(function + text.removeprefix("attention")) from None
+
+
+def unknown_option(function: str, options: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Refuses keyword arguments that a function does not have, as Python itself does."""
+    for name in options:
+        if name not in known:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
 
 
 # ---- numbers ----

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,9 +76,23 @@ class Outputs:
     def want_weights(self) -> None:
         self.weights = np.zeros(self._scores.shape, self._scores.compute)
 
-    def want_partial(self) -> None:
+    def want_partial(self) -> Partial:
         dtype = self._scores.compute
         self.partial = Partial(np.empty(self.rows, dtype), np.empty(self.rows, dtype), np.empty(self.shape, dtype))
+        return self.partial
+
+    @property
+    def beside(self) -> bool:
+        """Whether anything is wanted beside the output."""
+        return self.lse is not None or self.weights is not None or self.partial is not None
+
+    def without_values(self) -> Outputs:
+        """The same results beside an output of one column, which nobody looks at."""
+        twin = copy.copy(self)
+        twin.out = np.empty((*self.rows, 1), self._scores.compute)
+        if self.partial is not None:
+            twin.partial = self.partial._replace(o=np.empty_like(twin.out))
+        return twin
 
     def of_no_keys(self) -> None:
         """The results of rows that see nothing here: 0, or what the keys before have left."""

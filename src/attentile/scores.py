@@ -254,6 +254,13 @@ class Scores:
         return 0 in self.shape
 
 
+    def without_values(self, v: Array) -> Array:
+        """A column of zeros in the place of values of width 0, for what is computed beside the output."""
+        if self.before is not None:
+            self.before = self.before._replace(o=np.zeros((*self.shape[:-1], 1), self.compute))
+        return np.zeros((*v.shape[:-1], 1), self.compute)
+
+
 def checked(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Scores, Array]:
     """The scores and the values of a call, or the error that tells what is wrong with it."""
     q, k, v = (as_array("attention", name, array) for name, array in (("q", q), ("k", k), ("v", v)))

@@ -29,6 +29,16 @@ def _computed_in(dtype: np.dtype[Any], function: str) -> np.dtype[Any]:
     )
 
 
+def half_dtype(*arrays: Any) -> np.dtype[Any] | None:
+    """float16 or bfloat16 if that is the dtype of all of them, which are plain arrays."""
+    if any(type(array) is not np.ndarray for array in arrays):
+        return None
+    dtype: np.dtype[Any] = arrays[0].dtype
+    if dtype.itemsize != 2 or any(array.dtype != dtype for array in arrays):
+        return None
+    return dtype if (dtype == np.float16 and dtype.isnative) or dtype.name == "bfloat16" else None
+
+
 def promoted(function: str, *arrays: Array) -> tuple[np.dtype[Any], np.dtype[Any]]:
     """(dtype of the arithmetic, dtype of the result) for arrays that are used together."""
     for array in arrays:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .arguments import positive_index, real
-from .call import attend
+from .arguments import as_real, positive_index
+from .core import twin
 from .runtime import config
 from .storage import promoted, ready, rounded
 
@@ -23,38 +23,68 @@ MASKED_SCORE = -1e9
 
 
 def _self_attention(
-    function: str, Q: Array, K: Array, V: Array, d_k: Any, mask: ArrayLike | None
+    function: str, Q: ArrayLike, K: ArrayLike, V: ArrayLike, d_k: Any, mask: ArrayLike | None, causal: bool = False
 ) -> tuple[Array, Array]:
     """Output and weights of Q (..., L, d), K (..., S, d), V (..., S, d_v)."""
-    shapes = f"Q has shape {Q.shape}, K {K.shape}, V {V.shape}"
-    for name, array in (("Q", Q), ("K", K), ("V", V)):
+    core = config.active
+    if core is not None:
+        found = core.textbook(Q, K, V, d_k, mask, causal, MASKED_SCORE, None, config.current_threads())
+        if found is not None:
+            return found  # type: ignore[no-any-return]
+    q, k, v = np.asarray(Q), np.asarray(K), np.asarray(V)
+    _check_shapes(function, q, k, v, causal)
+    number = as_real(function, "d_k", d_k, "a positive number")
+    if not (math.isfinite(number) and number > 0):
+        raise ValueError(f"{function}: d_k is {d_k!r}; it must be a positive number")
+    lead = _batch_axes(function, q, k, v)
+    shape = (*lead, q.shape[-2], k.shape[-2])
+    allowed = _allowed(function, mask, shape)
+    compute, dtype = promoted(function, q, k, v)
+    output, weights = _attend(q, k, v, number, allowed, causal, compute)
+    return rounded(output, dtype), rounded(weights, dtype)
+
+
+def _attend(
+    q: Array, k: Array, v: Array, d_k: float, allowed: Array | None, causal: bool, compute: np.dtype[Any]
+) -> tuple[Array, Array]:
+    """Checked arrays of any dtype and memory."""
+    q, k, v = (ready(array, compute) for array in (q, k, v))
+    core = config.active
+    lead = np.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+    rows, keys = q.shape[-2], k.shape[-2]
+    if 0 in (*lead, rows, keys):
+        return np.zeros((*lead, rows, v.shape[-1]), compute), np.zeros((*lead, rows, keys), compute)
+    if core is None:
+        seen = np.tri(rows, dtype=bool) if causal else allowed
+        return twin.textbook(q, k, v, 1.0 / math.sqrt(d_k), seen, MASKED_SCORE)
+    width = v.shape[-1]
+    if width == 0:  # the core takes no empty array
+        v = np.zeros((*v.shape[:-1], 1), compute)
+    found = core.textbook(q, k, v, d_k, allowed, causal, MASKED_SCORE, None, config.current_threads())
+    return found[0][..., :width], found[1]
+
+
+def _check_shapes(function: str, q: Array, k: Array, v: Array, causal: bool) -> None:
+    shapes = f"Q has shape {q.shape}, K {k.shape}, V {v.shape}"
+    if causal and (q.ndim < 2 or k.ndim < 2 or q.shape[-2] != k.shape[-2]):
+        raise ValueError(
+            f"{function}: Q has shape {q.shape}, K {k.shape}; they must have the same number of rows"
+        )
+    for name, array in (("Q", q), ("K", k), ("V", v)):
         if array.ndim < 2:
             raise ValueError(f"{function}: {name} has shape {array.shape}; it needs at least two axes, (rows, width)")
-    try:
-        scale = real(d_k)
-    except (TypeError, ValueError):
-        raise TypeError(f"{function}: d_k is {d_k!r}; it must be a positive number") from None
-    if not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"{function}: d_k is {d_k!r}; it must be a positive number")
-    if Q.shape[-1] != K.shape[-1] or Q.shape[-1] == 0:
+    if q.shape[-1] != k.shape[-1] or q.shape[-1] == 0:
         raise ValueError(f"{function}: Q and K must have the same width, at least 1 ({shapes})")
-    if K.shape[-2] != V.shape[-2]:
+    if k.shape[-2] != v.shape[-2]:
         raise ValueError(f"{function}: K and V must have the same number of rows ({shapes})")
+
+
+def _batch_axes(function: str, q: Array, k: Array, v: Array) -> tuple[int, ...]:
     try:
-        lead = np.broadcast_shapes(Q.shape[:-2], K.shape[:-2], V.shape[:-2])
+        return np.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     except ValueError:
+        shapes = f"Q has shape {q.shape}, K {k.shape}, V {v.shape}"
         raise ValueError(f"{function}: the batch axes do not broadcast ({shapes})") from None
-    scores = (*lead, Q.shape[-2], K.shape[-2])
-    allowed = _allowed(function, mask, scores)
-    compute, dtype = promoted(function, Q, K, V)
-    out, weights = np.empty((*scores[:-1], V.shape[-1]), compute), np.zeros(scores, compute)
-    q, k, v = (_with_heads(ready(array, compute), lead) for array in (Q, K, V))
-    attend(
-        q, k, v, _with_heads(out, lead), 1.0 / math.sqrt(scale), config.threads_for(None, function),
-        mask=None if allowed is None else _with_heads(allowed, lead), weights=_with_heads(weights, lead),
-        fill=MASKED_SCORE,
-    )  # fmt: skip
-    return rounded(out, dtype), rounded(weights, dtype)
 
 
 def _allowed(function: str, mask: ArrayLike | None, scores: tuple[int, ...]) -> Array | None:
@@ -63,18 +93,14 @@ def _allowed(function: str, mask: ArrayLike | None, scores: tuple[int, ...]) -> 
     array = np.asarray(mask)
     if array.dtype.kind not in "biufc" and array.dtype.name != "bfloat16":
         raise TypeError(f"{function}: mask has dtype {array.dtype}; it must be numeric or bool, 0 = masked")
+    allowed: Array = np.asarray(array != 0)
     try:
-        return np.broadcast_to((array != 0).view(np.uint8), scores)
+        np.broadcast_to(allowed, scores)
     except ValueError:
         raise ValueError(
             f"{function}: mask has shape {array.shape}, which does not broadcast to {scores}, the shape of the scores"
         ) from None
-
-
-def _with_heads(array: Array, lead: tuple[int, ...]) -> Array:
-    """A view (..., 1, rows, width): every batch axis stays one, there is a single head."""
-    full = np.broadcast_to(array, lead + array.shape[-2:]) if array.shape[:-2] != lead else array
-    return full[..., None, :, :]
+    return allowed
 
 
 def self_attention(
@@ -120,7 +146,7 @@ def self_attention(
     array([[1.  , 0.  ],
            [0.33, 0.67]])
     """
-    return _self_attention("self_attention", np.asarray(Q), np.asarray(K), np.asarray(V), d_k, mask)
+    return _self_attention("self_attention", Q, K, V, d_k, mask)
 
 
 def causal_attention(Q: ArrayLike, K: ArrayLike, V: ArrayLike, d_k: float) -> tuple[Array, Array]:
@@ -158,12 +184,7 @@ def causal_attention(Q: ArrayLike, K: ArrayLike, V: ArrayLike, d_k: float) -> tu
     >>> output.ravel()
     array([0. , 0.5, 1. ])
     """
-    Q, K, V = np.asarray(Q), np.asarray(K), np.asarray(V)
-    if Q.ndim < 2 or K.ndim < 2 or Q.shape[-2] != K.shape[-2]:
-        raise ValueError(
-            f"causal_attention: Q has shape {Q.shape}, K {K.shape}; they must have the same number of rows"
-        )
-    return _self_attention("causal_attention", Q, K, V, d_k, np.tri(Q.shape[-2], dtype=bool))
+    return _self_attention("causal_attention", Q, K, V, d_k, None, causal=True)
 
 
 def multi_head_attention(
@@ -221,24 +242,31 @@ def multi_head_attention(
         None if b is None else _checked(name, f"b_{p}", b, (d_model,))
         for p, b in zip("qkvo", (b_q, b_k, b_v, b_o), strict=True)
     ]
-    arrays = [x, *weights, *[b for b in biases if b is not None]]
-    compute, dtype = promoted(name, *arrays)
+    compute, dtype = promoted(name, x, *weights, *[b for b in biases if b is not None])
     d_k, length, lead = d_model // num_heads, x.shape[-2], x.shape[:-2]
     allowed = _allowed(name, mask, (*lead, length, length))
-    if allowed is not None:
-        allowed = np.broadcast_to(allowed[..., None, :, :], (*lead, num_heads, length, length))
     x = rounded(x, compute)
     q, k, v = (
         _project(x, w, b, compute).reshape(*lead, length, num_heads, d_k).swapaxes(-2, -3)
         for w, b in zip(weights[:3], biases[:3], strict=True)
     )
-    concatenated = np.empty((*lead, length, num_heads, d_k), compute)
-    attend(
-        q, k, v, concatenated.swapaxes(-2, -3), 1.0 / math.sqrt(d_k), config.threads_for(None, name), mask=allowed,
-        fill=MASKED_SCORE,
-    )  # fmt: skip
-    out = _project(concatenated.reshape(*lead, length, d_model), weights[3], biases[3], compute)
-    return rounded(out, dtype)
+    concatenated = _heads(q, k, v, d_k, allowed)
+    return rounded(_project(concatenated, weights[3], biases[3], compute), dtype)
+
+
+def _heads(q: Array, k: Array, v: Array, d_k: int, allowed: Array | None) -> Array:
+    """Attention of q, k, v (..., H, L, d_k), with the heads of a row side by side: (..., L, H * d_k)."""
+    *lead, heads, length, _ = q.shape
+    beside = np.empty((*lead, length, heads, d_k), q.dtype)
+    out, core = beside.swapaxes(-2, -3), config.active
+    if core is None:
+        seen = None if allowed is None else np.broadcast_to(allowed, (*lead, length, length))
+        for item in np.ndindex(*lead, heads):
+            own = None if seen is None else seen[item[:-1]]
+            out[item] = twin.textbook(q[item], k[item], v[item], 1.0 / math.sqrt(d_k), own, MASKED_SCORE)[0]
+    elif out.size:
+        core.textbook(q, k, v, d_k, allowed, False, MASKED_SCORE, out, config.current_threads())
+    return beside.reshape(*lead, length, heads * d_k)
 
 
 def _checked(function: str, name: str, value: ArrayLike, shape: tuple[int, ...]) -> Array:

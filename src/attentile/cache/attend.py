@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..attention import AttentionResult, attention, finish
-from ..call import _mask, prepare
+from ..attention import attention
+from ..outputs import AttentionResult, Outputs
 from ..positions.rotary import rotary_embedding
 from ..positions.scaling import depends_on_length
-from ..runtime import config
+from ..scores import Scores, check_mask
 from ..storage import promoted
 
 if TYPE_CHECKING:
@@ -20,47 +20,31 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 Index = NDArray[np.intp]
 
-# The options of prepare() that a call need not name.
-_UNUSED: dict[str, Any] = dict.fromkeys(
-    ("mask", "bias", "scale", "softcap", "sinks", "alibi_slopes", "num_threads", "window")
-)
 
-
-def attend_stored(cache: KVCache, q: Array, options: dict[str, Any]) -> Array | AttentionResult:
+def attend_stored(cache: KVCache, q: Array, options: dict[str, Any], threads: int) -> Array | AttentionResult:
     """q (rotated) over what the cache holds. options: as checks.place() gives them."""
-    n = cache.length
     options = options | {"window": cache.window} if cache.window is not None else dict(options)
-    if (options["key_lengths"] == n).all():
-        options["key_lengths"] = None
-    core = config.active
+    view = cache.view()
     python = options.get("score_mod") is not None or (cache.sinks and options.get("segments") is not None)
-    if core is None or python or promoted("attention", q)[0] != cache.dtype:
+    if view is None or python or promoted("attention", q)[0] != cache.dtype:
         return _attend_gathered(cache, q, options)
-    returned = [bool(options.pop(name, False)) for name in ("return_lse", "return_weights")]
-    out = options.pop("out", None)
     k, v = (
-        np.broadcast_to(np.zeros((), cache.dtype), (cache.batch, cache.kv_heads, n, width))
+        np.broadcast_to(np.zeros((), cache.dtype), (cache.batch, cache.kv_heads, cache.length, width))
         for width in (cache.head_dim, cache.value_dim)
     )
-    call = prepare(q, k, v, stored=True, kept=cache.sinks > 0, **{**_UNUSED, **options})
-
-    def run(target: Array, lse: Array | None, weights: Array | None) -> None:
-        if 0 in target.shape or n == 0:
-            target[...] = 0
-            if lse is not None:
-                lse[...] = -np.inf
-            return
-        named = call.named()
-        for name in ("lo", "hi", "start"):
-            if (index := named[name]) is not None:
-                named[name] = np.ascontiguousarray(index, np.intp)
-        del named["k"]
-        core.attend_pages(
-            named.pop("q"), cache._shape, cache._pages.table, n, cache.sinks, target, call.scale, call.threads,
-            lse=lse, weights=weights, **named, **call.options,
-        )  # fmt: skip
-
-    return finish(call, run, out, *returned)
+    scores = Scores(q, k, v, options, keep=True)
+    outputs = Outputs(scores, cache.value_dim)
+    outputs.want_out(options.get("out"), (scores.q, scores.mask, scores.bias, *(scores.before or ())))
+    if options.get("return_lse"):
+        outputs.want_lse()
+    if options.get("return_weights"):
+        outputs.want_weights()
+    if scores.empty:
+        outputs.of_no_keys()
+    else:
+        settled = scores.options | ({"window": None} if cache.window is not None else {})
+        view.fill(scores.q, settled, scores.intervals, outputs, threads)
+    return outputs.finished()
 
 
 def _attend_gathered(cache: KVCache, q: Array, options: dict[str, Any]) -> Array | AttentionResult:
@@ -75,15 +59,20 @@ def _attend_gathered(cache: KVCache, q: Array, options: dict[str, Any]) -> Array
         position = options["q_start"][:, None, None, None] + np.arange(q.shape[2])[:, None]
         seen = (np.arange(n) >= position - cache.window[0]) | (np.arange(n) < cache.sinks)
         if options.get("mask") is not None:
-            _mask(options["mask"], (*q.shape[:3], n))  # its checks
+            check_mask(options["mask"], (*q.shape[:3], n))
             seen = seen & np.asarray(options["mask"])
         options |= {"mask": seen, "window": (None, 0)}
     result: Array | AttentionResult = attention(q, k, v, **options)
     return result
 
 
-def turned(cache: KVCache, x: ArrayLike, before: int) -> Array | None:
+_PLACING = {"causal", "q_start", "key_lengths"}  # options that put queries elsewhere than at the last tokens
+
+
+def turned(cache: KVCache, x: ArrayLike, before: int, options: dict[str, Any]) -> Array | None:
     """x rotated, if it is what the quick ways take: at the next tokens, or (before = -1) at the last ones."""
+    if options and not _PLACING.isdisjoint(options):
+        return None
     fits = type(x) is np.ndarray and x.dtype is cache.dtype and x.ndim == 4 and x.size > 0
     if not fits or x.shape[0] != cache.batch or x.shape[3] != cache.head_dim:  # type: ignore[union-attr]
         return None

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from ..arguments import as_array, index
 from ..attention import OPTIONS
-from ..masks import _FAR, _check_causal, _per_item
+from ..masks import FAR, check_causal, per_item
 from ..positions.rotary import ROTARY_OPTIONS
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def window_of(window: Any) -> tuple[int, int] | None:
         raise TypeError(f"KVCache: window is {window!r}; left must be an integer; without a limit, give None") from None
     if left < 0 or right != 0:
         raise ValueError(f"KVCache: window is {window!r}; it must be (left, 0) with left >= 0: no token lies ahead")
-    return min(left, _FAR), 0
+    return min(left, FAR), 0
 
 
 def rotary_options(owner: str, rotary: Any, tables: bool = True) -> dict[str, Any] | None:
@@ -90,7 +90,7 @@ def copied(options: Mapping[str, Any], tables: bool = False) -> dict[str, Any]:
     return {name: one(value) for name, value in options.items()}
 
 
-def pages_per_item(cache: KVCache, batch: int, size: int) -> int:
+def pagesper_item(cache: KVCache, batch: int, size: int) -> int:
     """Pages that `capacity` tokens can touch, wherever they lie; 0 without a capacity."""
     capacity, pages = cache.capacity, 0
     if capacity is not None and cache.window is None:
@@ -143,11 +143,11 @@ def place(
     given, valid, longest = options.get("q_start"), lengths, int(lengths.max(initial=0))
     if options.get("key_lengths") is not None:
         valid = between("KVCache.attend", "key_lengths", options["key_lengths"], valid, "the lengths of the items")
-    causal = _check_causal(options.get("causal", "lower_right" if given is None else True))
+    causal = check_causal(options.get("causal", "lower_right" if given is None else True))
     if given is not None:
         if isinstance(causal, str):
             raise ValueError(f"KVCache.attend: q_start= and causal={causal!r} both place the queries; use causal=True")
-        start = np.clip(_per_item("q_start", given, lengths.shape), -_FAR, _FAR)
+        start = np.clip(per_item("q_start", given, lengths.shape), -FAR, FAR)
     elif causal is True and rows != longest:
         raise ValueError(
             f"KVCache.attend: causal=True with {rows} queries and {longest} tokens is ambiguous; leave causal out (the "

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from ..arguments import as_array, named_in_errors
-from ..attention import AttentionResult
+from ..outputs import AttentionResult
 from ..merge import merge_attention
 from ..positions.rotary import rotate_items
 from ..runtime import config
@@ -34,8 +34,6 @@ __all__ = ["KVCache", "merge_attention"]
 
 Array = NDArray[Any]
 Index = NDArray[np.intp]
-
-_QUICK = {"scale", "softcap", "num_threads"}  # options of attend() that the core's view takes
 
 
 class KVCache:
@@ -205,9 +203,9 @@ class KVCache:
 
     def _append(self, k: ArrayLike, v: ArrayLike, lengths: ArrayLike | None, keep: bool = False) -> None:
         """keep: pages that the window drops stay, for undo.py."""
-        view = self._made
-        if view is not None and lengths is None and config.active is not None:
-            given = k if self._rotary is None else turned(self, k, 0)
+        view = self.view()
+        if view is not None and lengths is None:
+            given = k if self._rotary is None else turned(self, k, 0, {})
             if given is not None and view.append(given, v):
                 return
         k, v = checks.incoming(self, "k", k, self.head_dim), checks.incoming(self, "v", v, self.value_dim)
@@ -254,10 +252,17 @@ class KVCache:
         self._made, core = None, config.active
         if core is not None and self.batch:
             left, capacity = (-1 if n is None else n for n in (self.window and self.window[0], self.capacity))
-            self._made = core.CacheView(
-                self._shape, self._pages.table, self._lengths, self._held_from, self._writable, self.dtype, left,
-                self.sinks, capacity,
-            )  # fmt: skip
+            arrays = (self._pages.table, self._lengths, self._held_from, self._writable)
+            limits = (left, self.sinks, capacity)
+            self._made = core.CacheView(self._shape, arrays, self.dtype, limits, self._rotary is not None)
+
+    def view(self) -> Any:
+        """The core's view of the arrays, or None where NumPy computes."""
+        if config.active is None:
+            return None
+        if self._made is None and self.batch:
+            self._replaced(self._writable, self._own_from)
+        return self._made
 
     # ---- attention ----
 
@@ -305,14 +310,12 @@ class KVCache:
                [0.31, 0.69, 0.  ],
                [0.6 , 0.4 , 0.  ]])
         """
-        view = self._made
-        if view is not None and config.active is not None and (not options or options.keys() <= _QUICK):
-            given = q if self._rotary is None else turned(self, q, -1)
-            if given is not None:
-                threads = config.threads_for(options.get("num_threads"), "KVCache.attend")
-                result: Array | None = view.attend(given, threads, options.get("scale"), options.get("softcap"))
-                if result is not None:
-                    return result
+        view = self.view()
+        if view is not None:
+            given = q if self._rotary is None else turned(self, q, -1, options)
+            found = None if given is None else view.attend(given, options, config.current_threads())
+            if found is not None:
+                return AttentionResult(*found) if type(found) is tuple else found
         queries = as_array("KVCache.attend", "q", q)
         if queries.ndim != 4 or (queries.shape[0], queries.shape[3]) != (self.batch, self.head_dim):
             raise ValueError(
@@ -330,7 +333,8 @@ class KVCache:
                 if queries.size:
                     at = query_positions(self, start, queries.shape[2], options.get("q_start") is not None)
                     queries = rotate_items(queries, at, self._rotary, lengths=self._lengths)
-            return attend_stored(self, queries, placed)
+            threads = config.threads_for(options.get("num_threads"), "attention")
+            return attend_stored(self, queries, placed, threads)
 
     # ---- tokens out ----
 
@@ -388,6 +392,9 @@ class KVCache:
             dropped: length - left must be at least held_from, unless nothing was dropped or nothing but kept first
             tokens is left. The cache is then as before.
         """
+        view = self.view()
+        if view is not None and view.truncate(length):
+            return
         ends = checks.between("KVCache.truncate", "length", length, self._lengths, "the lengths of the items")
         if self.window is not None:
             whole = (self._held_from <= self.sinks) | (ends <= self.sinks)

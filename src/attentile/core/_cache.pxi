@@ -147,13 +147,26 @@ cdef class CacheView:
             self.lengths[b] = end
         return True
 
-    def attend(self, q, dict options, int threads, intervals=None):
-        """Queries (B, Hq, L, width) over the tokens; options and results as attention() of _door.pxi has them."""
+    def fill(self, q, dict options, intervals, outputs, int threads):
+        """The same with checked values and outputs, as attend() of _door.pxi takes them, of which none is empty."""
         cdef Call call
         open_call(&call, 3)
         try:
             if intervals is not None:
                 call.given[INTERVALS] = <PyObject *> intervals
+            if not (number_options(&call, options) and take_pages(&call, self, q) and take_options(&call)
+                    and place_in_cache(&call, self)):
+                raise SystemError("attentile: the core does not take what was checked; please report this call")
+            take_outputs(&call, outputs)
+            run_call(&call, run_attention, &call.job, threads)
+        finally:
+            close_batch(&call.batch)
+
+    def attend(self, q, dict options, int threads):
+        """Queries (B, Hq, L, width) over the tokens; options and results as attention() of _door.pxi has them."""
+        cdef Call call
+        open_call(&call, 3)
+        try:
             if not (number_options(&call, options) and take_pages(&call, self, q) and take_options(&call)
                     and place_in_cache(&call, self)):
                 return None

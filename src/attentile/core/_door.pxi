@@ -139,21 +139,26 @@ cdef int take_result(Call *call, Strided *to, array, Py_ssize_t columns) except 
     return 0
 
 
+cdef int take_outputs(Call *call, outputs) except -1:
+    cdef Job *job = &call.job
+    take_result(call, &job.out, outputs.out, job.value_width)
+    take_result(call, &job.lse, outputs.lse, -1)
+    take_result(call, &job.weights, outputs.weights, job.keys)
+    if outputs.partial is not None:
+        m, l, o = outputs.partial
+        take_result(call, &job.after.m, m, -1)
+        take_result(call, &job.after.l, l, -1)
+        take_result(call, &job.after.o, o, job.value_width)
+    return 0
+
+
 def attend(scores, v, outputs, int threads):
     """The pass over checked values, none of them empty: scores (scores.py), v (..., Hkv, S, Dv), outputs (outputs.py)."""
     cdef Call call
-    cdef Job *job = &call.job
     open_call(&call, 3)
     try:
         take_scores(&call, scores, v)
-        take_result(&call, &job.out, outputs.out, job.value_width)
-        take_result(&call, &job.lse, outputs.lse, -1)
-        take_result(&call, &job.weights, outputs.weights, job.keys)
-        if outputs.partial is not None:
-            m, l, o = outputs.partial
-            take_result(&call, &job.after.m, m, -1)
-            take_result(&call, &job.after.l, l, -1)
-            take_result(&call, &job.after.o, o, job.value_width)
+        take_outputs(&call, outputs)
         run_call(&call, run_attention, &call.job, threads)
     finally:
         close_batch(&call.batch)

@@ -52,7 +52,7 @@ cdef inline Part own_part(Shared *shared) noexcept nogil:
     return part
 
 
-cdef inline Part partial(const Job *job, Py_ssize_t head, Py_ssize_t c, char **visited) noexcept nogil:
+cdef inline Part part_at(const Job *job, Py_ssize_t head, Py_ssize_t c, char **visited) noexcept nogil:
     """The place of chunk c of a head (counted over all items) among the partial results."""
     cdef Part part
     cdef char *p = job.partials + (head * job.partials_per_head + c) * job.partial_bytes
@@ -123,7 +123,7 @@ cdef void visit_few(const Job *job, Block *block, Shared *shared, Py_ssize_t b, 
                 weigh_few(job, block, shared, own, v, start, stop, keys_ahead(job, b, head, c, end), careful)
                 merge_part(job, block, shared, own)
             continue
-        there = partial(job, b * job.kv_heads + head, c, &visited)
+        there = part_at(job, b * job.kv_heads + head, c, &visited)
         visited[0] = score_chunk(job, block, shared, key_chunk(job, b, head, c), v, c * AT_CHUNK, &start, &stop)
         if visited[0]:
             memcpy(there.top, shared.top, block.pitch * job.tiles.itemsize)      # lanes that are no rows: -inf and 0
@@ -176,7 +176,7 @@ cdef void merge_task(void *job_pointer, Py_ssize_t head, int slot) noexcept nogi
     open_block(job, block, free_bytes, b, head % job.kv_heads, 0)
     start_rows(job, block)
     for c in range(block.lo // AT_CHUNK, chunks_before(block.hi)):
-        there = partial(job, head, c, &visited)
+        there = part_at(job, head, c, &visited)
         if visited[0]:
             merge_part(job, block, shared, there)
     close_few(job, block, shared, b, head % job.kv_heads)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..arguments import named_in_errors, positive_index
-from ..attention import Causal, Segments, Window
+from ..scores import Causal, Segments, Window
 from ..masks import Structure, structure
 
 Array = NDArray[Any]
@@ -63,10 +63,9 @@ def draw_mask(
     if file is not None and os.path.splitext(file)[1].lower() not in (".png", ".svg"):
         raise ValueError(f"draw_mask: file is {os.fspath(file)!r}; its name must end with .png or .svg")
     with named_in_errors("draw_mask"):
-        found = structure(
-            (), n_queries, n_keys, causal=causal, q_start=q_start, window=window, key_lengths=key_lengths,
-            prefix_lengths=prefix_lengths, segments=segments,
-        )  # fmt: skip
+        options = {"causal": causal, "q_start": q_start, "window": window, "key_lengths": key_lengths}
+        options |= {"prefix_lengths": prefix_lengths, "segments": segments}
+        found = structure((), n_queries, n_keys, options)
     seen = None if mask is None else _drawn_mask(mask, (n_queries, n_keys))
     if file is not None:
         _picture(file, *_shares(found, seen, n_queries, n_keys, _PICTURE_CELLS), n_queries, n_keys)
@@ -89,14 +88,16 @@ def _shares(found: Structure, mask: Array | None, queries: int, keys: int, cells
     """(visible share of each cell, queries per cell, keys per cell), at most `cells` a side."""
     down, across = -(-queries // cells), -(-keys // cells)
     columns, j = np.arange(0, keys, across), np.arange(keys)
+    intervals = found.intervals(queries, keys)
     shares = []
     for first in range(0, queries, down):
         band = slice(first, first + down)
         seen = np.ones((min(down, queries - first), keys), bool)
-        if found.lo is not None and found.hi is not None:
-            seen &= (j >= found.lo[band, None]) & (j < found.hi[band, None])
+        if intervals is not None:
+            lo, hi = intervals
+            seen &= (j >= lo[band, None]) & (j < hi[band, None])
         if found.same_segment is not None:
-            seen &= found.same_segment[0, band]
+            seen &= found.same_segment[band]
         if mask is not None:
             seen &= mask[band]
         shares.append(np.add.reduceat(seen.mean(axis=0), columns) / np.diff(np.r_[columns, keys]))

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..arguments import named_in_errors, positive_index
-from ..call import Call, attend, execute, prepare
-from ..core import twin
-from ..runtime import config
+from ..arguments import named_in_errors, positive_index, unknown_option
+from ..outputs import AttentionResult, Outputs
+from ..runtime import backend
+from ..runtime.config import threads_for
+from ..scores import SCORE_OPTIONS, Scores, ScoreOptions, checked
 
 Array = NDArray[Any]
 
+_OPTIONS = SCORE_OPTIONS.keys() - {"score_mod", "before"}
 KINDS = ("entropy", "max", "top_k", "received", "rows")
 
 
@@ -54,11 +55,15 @@ class AttentionStats(NamedTuple):
 
 
 def attention_stats(
-    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, which: str | Sequence[str] = KINDS[:4], top_k: int = 8,
-    rows: ArrayLike | None = None, mask: ArrayLike | None = None, bias: ArrayLike | None = None,
-    scale: float | None = None, softcap: float | None = None, sinks: ArrayLike | None = None,
-    alibi_slopes: ArrayLike | None = None, num_threads: int | None = None, **structural: Any,
-) -> AttentionStats:  # fmt: skip
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    which: str | Sequence[str] = KINDS[:4],
+    top_k: int = 8,
+    rows: ArrayLike | None = None,
+    **options: Unpack[ScoreOptions],
+) -> AttentionStats:
     """Attention and statistics of its weights in O(L + S) memory: the (L, S) weights are never stored.
 
     A first pass computes the output and, of each row, the largest score and the sum of exp beside it; a second one
@@ -75,10 +80,8 @@ def attention_stats(
     rows : array_like of int, shape (n,)
         Queries whose full weights are wanted; goes with "rows" in `which`, and only with it. Negative ones count from
         the end.
-    mask, bias, scale, softcap, sinks, alibi_slopes, num_threads
-        As in `attention`.
-    **structural
-        causal, q_start, window, key_lengths, prefix_lengths, segments, as in `attention`.
+    **options
+        Those of `attention` that decide the scores, but score_mod and before; num_threads.
 
     Returns
     -------
@@ -110,27 +113,21 @@ def attention_stats(
         if name not in KINDS:
             raise ValueError(f"attention_stats: which has {name!r}; the statistics are {', '.join(KINDS)}")
     top_k = positive_index("attention_stats", "top_k", top_k)
-    options = {"causal": False, "q_start": None, "window": None, "key_lengths": None, "prefix_lengths": None}
-    unknown = structural.keys() - options.keys() - {"segments"}
-    if unknown:
-        raise TypeError(f"attention_stats: unexpected keyword argument {min(unknown)!r}")
+    unknown_option("attention_stats", options, _OPTIONS)
     if rows is not None and "rows" not in wanted:
         raise ValueError('attention_stats: rows= chooses the rows of "rows", which is not in `which`; name it there')
     with named_in_errors("attention_stats"):
-        call = prepare(
-            q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes,
-            num_threads=num_threads, **{**options, "segments": None, **structural},
-        )  # fmt: skip
-    chosen = _chosen_rows(rows, call.q.shape[-2]) if "rows" in wanted else None
-    out, lse = np.empty(call.shape, call.compute), np.empty(call.shape[:-1], call.compute)
-    state = np.empty((*call.shape[:-1], 2), call.compute)  # largest score and sum of exp, as the core leaves them
-    backend = config.core() or twin  # whose unit the state has
-    attend(
-        call.q, call.k, call.v, out, call.scale, call.threads, mask=call.mask, lse=lse, backend=backend,
-        named={**call.named(), "state": state}, **call.options,
-    )  # fmt: skip
-    found = _second_pass(call, state, wanted, top_k, chosen, backend)
-    return _results(call, out, lse, found)
+        threads = threads_for(options.get("num_threads"), "attention")
+        scores, values = checked(q, k, v, options)
+    found = _Found(scores, wanted, top_k, _chosen_rows(rows, scores.queries) if "rows" in wanted else None)
+    outputs = Outputs(scores, values.shape[-1])
+    outputs.want_out(None)
+    outputs.want_lse()
+    partial = outputs.want_partial()
+    backend.attend(scores, values, outputs, threads)
+    if found.asks:
+        backend.stats(scores, values, partial.m, partial.l, found, threads)
+    return found.results(outputs)
 
 
 def _chosen_rows(rows: ArrayLike | None, queries: int) -> NDArray[np.intp]:
@@ -144,44 +141,47 @@ def _chosen_rows(rows: ArrayLike | None, queries: int) -> NDArray[np.intp]:
     return array.astype(np.intp) % max(queries, 1)
 
 
-def _second_pass(
-    call: Call, state: Array, wanted: tuple[str, ...], top_k: int, chosen: NDArray[np.intp] | None, backend: ModuleType
-) -> dict[str, Array]:
-    """The arrays of the asked statistics, by the names of the core's arguments."""
-    *per_row, keys = call.scores
-    empty: dict[str, Array] = {}
-    if "entropy" in wanted:
-        empty["entropy"] = np.zeros(per_row, call.compute)
-    if "max" in wanted:
-        empty["largest"] = np.zeros(per_row, call.compute)
-    if "received" in wanted:
-        empty["received"] = np.zeros((*per_row[:-1], keys), call.compute)
-    if "top_k" in wanted:
-        empty["top_weights"] = np.zeros((*per_row, top_k), call.compute)
-        empty["top_keys"] = np.full((*per_row, top_k), -1, np.intp)
-    place = None
-    if chosen is not None:
-        distinct, back = np.unique(chosen, return_inverse=True)
-        place = np.full(per_row[-1], -1, np.intp)
-        place[distinct] = np.arange(distinct.size)
-        empty["rows"] = np.zeros((*per_row[:-1], distinct.size, keys), call.compute)
-    if not empty or 0 in call.scores or 0 in [array.size for array in empty.values()]:
-        return empty
-    options = {name: value for name, value in call.options.items() if name != "sinks"}
-    execute(
-        call.lead, {**call.named(), **empty, "state": state}, "stats", call.scale, call.threads, chosen=place,
-        backend=backend, **options,
-    )  # fmt: skip
-    if chosen is not None:
-        empty["rows"] = empty["rows"][..., back, :]
-    return empty
+class _Found:
+    """The statistics that are wanted, by the names that the core knows, with the caller's axes; None: not wanted."""
 
+    def __init__(
+        self, scores: Scores, wanted: tuple[str, ...], top_k: int, chosen: NDArray[np.intp] | None
+    ) -> None:
+        *rows, keys = scores.shape
+        heads, queries = rows[:-1], rows[-1]
+        dtype = scores.compute
+        self.entropy = np.zeros(rows, dtype) if "entropy" in wanted else None
+        self.largest = np.zeros(rows, dtype) if "max" in wanted else None
+        self.received = np.zeros((*heads, keys), dtype) if "received" in wanted else None
+        self.top_weights = np.zeros((*rows, top_k), dtype) if "top_k" in wanted else None
+        self.top_keys = np.full((*rows, top_k), -1, np.intp) if "top_k" in wanted else None
+        self.rows: Array | None = None
+        self.chosen = np.full(queries, -1, np.intp)  # index into rows of each query, or -1
+        self._back: Array | None = None  # from distinct rows to those asked for
+        if chosen is not None:
+            distinct, self._back = np.unique(chosen, return_inverse=True)
+            self.chosen[distinct] = np.arange(distinct.size)
+            self.rows = np.zeros((*heads, distinct.size, keys), dtype)
 
-def _results(call: Call, out: Array, lse: Array, found: dict[str, Array]) -> AttentionStats:
-    """In the caller's axes and dtype; lse and sums stay in the dtype of the arithmetic."""
-    index = (0,) * call.drop
-    by_name = {name: array[index] for name, array in found.items()}
-    return AttentionStats(
-        out[index].astype(call.dtype, copy=False), lse[index], by_name.get("entropy"), by_name.get("largest"),
-        by_name.get("top_weights"), by_name.get("top_keys"), by_name.get("received"), by_name.get("rows"),
-    )  # fmt: skip
+    @property
+    def asks(self) -> bool:
+        """Whether there is anything to compute."""
+        arrays = (self.entropy, self.largest, self.received, self.top_weights, self.rows)
+        return any(array is not None for array in arrays) and all(array is None or array.size for array in arrays)
+
+    def results(self, outputs: Outputs) -> AttentionStats:
+        """With the output in the caller's dtype; lse and sums stay in the dtype of the arithmetic."""
+        out = outputs.finished()
+        rows = None if self.rows is None else self.rows[..., self._back, :]
+        assert isinstance(out, AttentionResult)
+        assert out.lse is not None
+        return AttentionStats(
+            out.out,
+            out.lse,
+            self.entropy,
+            self.largest,
+            self.top_weights,
+            self.top_keys,
+            self.received,
+            rows,
+        )

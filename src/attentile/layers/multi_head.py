@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..arguments import as_array, check_out, check_scale, positive_index
-from ..attention import OPTIONS, AttentionResult, attention
+from ..attention import OPTIONS, attention
+from ..outputs import AttentionResult
 from ..cache import KVCache
 from ..cache.attend import row_positions
 from ..cache.checks import between, copied, rotary_options

@@ -34,7 +34,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..arguments import real
-from ..attention import AttentionResult, Window
+from ..outputs import AttentionResult
+from ..scores import Window
 from ..attention import attention as _fused
 from ..masks import structure
 from .operators import rotary_embedding, tensor_scatter
@@ -237,10 +238,11 @@ def _add_masks(scores: Array, mask: Array | None, reach: int, places: dict[str, 
         mask = mask != -np.inf
     if mask is not None:
         np.copyto(within, -np.inf, where=~mask)
-    seen = structure(scores.shape[:1], scores.shape[2], reach, **places)
-    if seen.lo is not None and seen.hi is not None:
+    intervals = structure(scores.shape[:1], scores.shape[2], reach, places).intervals(scores.shape[2], reach)
+    if intervals is not None:
+        lo, hi = (np.broadcast_to(side, scores.shape[:1] + scores.shape[2:3]) for side in intervals)
         j = np.arange(reach)
-        hidden = (j < seen.lo[..., None]) | (j >= seen.hi[..., None])
+        hidden = (j < lo[..., None]) | (j >= hi[..., None])
         np.copyto(within, -np.inf, where=hidden[:, None])
 
 
