@@ -114,11 +114,14 @@ def textbook(Q, K, V, d_k, mask, bint causal, double fill, out, int threads):
         close_batch(&call.batch)
 
 
-cdef int take_scores(Call *call, scores, v) except -1:
-    """Checked values: what the check above does not take is an error in scores.py."""
-    if scores.intervals is not None:
-        call.given[INTERVALS] = <PyObject *> scores.intervals
-    if not (number_options(call, scores.options) and take_arrays(call, scores.q, scores.k, v) and take_options(call)
+cdef int take_scores(Call *call, scores, dict options, intervals, v) except -1:
+    """Checked values: what the check above does not take is an error in scores.py.
+
+    options, intervals: those of the scores, which the caller keeps alive.
+    """
+    if intervals is not None:
+        call.given[INTERVALS] = <PyObject *> intervals
+    if not (number_options(call, options) and take_arrays(call, scores.q, scores.k, v) and take_options(call)
             and place_queries(call)):
         raise SystemError("attentile: the core does not take what was checked; please report this call")
     return 0
@@ -155,9 +158,11 @@ cdef int take_outputs(Call *call, outputs) except -1:
 def attend(scores, v, outputs, int threads):
     """The pass over checked values, none of them empty: scores (scores.py), v (..., Hkv, S, Dv), outputs (outputs.py)."""
     cdef Call call
+    cdef dict options = scores.options
+    intervals = scores.intervals
     open_call(&call, 3)
     try:
-        take_scores(&call, scores, v)
+        take_scores(&call, scores, options, intervals, v)
         take_outputs(&call, outputs)
         run_call(&call, run_attention, &call.job, threads)
     finally:
@@ -194,11 +199,13 @@ def stats(scores, v, m, l, found, int threads):
     """
     cdef Call call
     cdef Stats stats
+    cdef dict options = scores.options
+    intervals = scores.intervals
     open_call(&call, 3)
     memset(&stats, 0, sizeof(Stats))
     stats.job = &call.job
     try:
-        take_scores(&call, scores, v)
+        take_scores(&call, scores, options, intervals, v)
         take_result(&call, &stats.m, m, -1)
         take_result(&call, &stats.l, l, -1)
         take_statistics(&call, &stats, found)
