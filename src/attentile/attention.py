@@ -199,7 +199,7 @@ def attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -> Array
 
 def _converted(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Array | AttentionResult:
     """attention() of values that the core does not take as they are."""
-    unknown_option("attention", options, OPTIONS)
+    unknown_option("attention", options, OPTIONS.keys())
     half = half_dtype(q, k, v)
     if half is not None and config.active is not None and options.get("out") is None:
         widened = (rounded(array, np.dtype(np.float32)) for array in (q, k, v))
@@ -263,7 +263,7 @@ def attention_partial(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) 
         found = core.partial(q, k, v, options, config.current_threads())
         if found is not None:
             return Partial(*found)
-    unknown_option("attention_partial", options, _PARTIAL_OPTIONS)
+    unknown_option("attention_partial", options, _PARTIAL_OPTIONS.keys())
     threads = config.threads_for(options.get("num_threads"), "attention_partial")
     with named_in_errors("attention_partial"):
         scores, v = checked(q, k, v, options)

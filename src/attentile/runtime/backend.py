@@ -12,29 +12,30 @@ from . import config
 
 if TYPE_CHECKING:
     from ..outputs import Outputs
+    from ..partial import Partial
     from ..scores import Scores
 
 Array = NDArray[Any]
 
 
-def _backend(scores: Scores) -> ModuleType:
+def chosen(scores: Scores) -> ModuleType:
     """What computes now; a Python function on the scores is the twin's work."""
     return twin if config.active is None or scores.score_mod is not None else config.active
 
 
-def attend(scores: Scores, v: Array, outputs: Outputs, threads: int) -> None:
-    """Fills the outputs that are wanted. v: (..., Hkv, S, Dv), ready for the arithmetic."""
+def attend(scores: Scores, v: Array, outputs: Outputs, threads: int, on: ModuleType | None = None) -> None:
+    """Fills the outputs that are wanted. v: (..., Hkv, S, Dv), ready for the arithmetic. on: by default what is chosen."""
     if not scores.empty and v.shape[-1] == 0 and outputs.beside:
         v = scores.without_values(v)
         outputs = outputs.without_values()
     if scores.empty or v.shape[-1] == 0:
         outputs.of_no_keys()
     else:
-        _backend(scores).attend(scores, v, outputs, threads)
+        (on or chosen(scores)).attend(scores, v, outputs, threads)
 
 
-def stats(scores: Scores, v: Array, m: Array, l: Array, found: Any, threads: int) -> None:  # noqa: E741
-    """Fills the statistics that are wanted, from the m and l that a first pass has left."""
+def stats(scores: Scores, v: Array, partial: Partial, found: Any, threads: int, on: ModuleType) -> None:
+    """Fills the statistics that are wanted, on the backend whose first pass has left this partial."""
     if not scores.empty:
         v = scores.without_values(v) if v.shape[-1] == 0 else v
-        _backend(scores).stats(scores, v, m, l, found, threads)
+        on.stats(scores, v, partial.m, partial.l, found, threads)
