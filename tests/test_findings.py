@@ -28,10 +28,12 @@ class Spy:
     """Stands in for the core and keeps the arguments of rotate()."""
 
     def __init__(self, core: Any) -> None:
-        self.core, self.arrays = core, []
+        self.core = core
+        self.arrays: list[Any] = []
 
     def rotate(self, *arguments: Any) -> None:
-        self.arrays += [x for x in arguments if isinstance(x, np.ndarray)]
+        turn = arguments[2]
+        self.arrays += [x for x in (*arguments, *turn) if isinstance(x, np.ndarray)]
         self.core.rotate(*arguments)
 
 
