@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 import attentile as at
 
-from .runtime import config
+from .runtime import backend
 
 Array = NDArray[Any]
 
@@ -92,7 +92,7 @@ def _median_seconds(call: Callable[[], object], seconds: float) -> float:
 
 def fma_peak(dtype: str, threads: int) -> float | None:
     """FLOPs per second of independent FMAs on one core, times threads; None without the compiled core."""
-    core = config.core()
+    core = backend.active
     if core is None:
         return None
     best, size = 0.0, np.dtype(dtype).itemsize
@@ -174,7 +174,7 @@ def demonstrate() -> None:
 
 def self_check() -> bool:
     """The kernels in use against the NumPy twin, over sizes around the tile edges and every kind of mask."""
-    if config.core() is None:
+    if backend.active is None:
         print("\nself-check: the NumPy backend is in use, nothing to compare")
         return True
     rng, worst, cases = np.random.default_rng(1), 0.0, 0

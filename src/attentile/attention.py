@@ -11,7 +11,8 @@ from numpy.typing import ArrayLike, NDArray
 from .arguments import check_out
 from .call import Call, attend, prepare
 from .core.twin import ScoreMod
-from .runtime import config
+from .runtime import backend
+from .runtime.threads import threads_for
 from .storage import rounded
 
 Array = NDArray[Any]
@@ -195,13 +196,13 @@ def attention(
     >>> result.weights[1, 0, 0].round(3)  # item 1 has two valid keys
     array([0.499, 0.501, 0.   , 0.   , 0.   , 0.   ], dtype=float32)
     """
-    core = config.active
+    core = backend.active
     plain = mask is None and bias is None and causal is False and q_start is None and window is None
     plain = plain and key_lengths is None and prefix_lengths is None and segments is None and softcap is None
     plain = plain and sinks is None and alibi_slopes is None and score_mod is None and out is None
     plain = plain and not return_lse and not return_weights
     if plain and core is not None:
-        result = core.attend_plain(q, k, v, scale, config.threads_for(num_threads, "attention"))
+        result = core.attend_plain(q, k, v, scale, threads_for(num_threads, "attention"))
         if result is not None:
             return result  # type: ignore[no-any-return]
     call = prepare(

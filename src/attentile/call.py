@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from .arguments import as_array, check_scale, real
 from .core import twin
 from .masks import Structure, structure
-from .runtime import config
+from .runtime import backend as runtime_backend
+from .runtime.threads import threads_for
 from .storage import promoted, ready, rounded
 
 Array = NDArray[Any]
@@ -218,7 +219,7 @@ def prepare(
     q, k, v = (array[None] if array.ndim == 2 else array for array in (q, k, v))
     lead, heads = _shapes(q, k, v), q.shape[-3]
     scores = (*lead, *q.shape[-3:-1], k.shape[-2])
-    threads, factor = config.threads_for(num_threads, "attention"), check_scale("attention", scale)
+    threads, factor = threads_for(num_threads, "attention"), check_scale("attention", scale)
     factor = 1.0 / math.sqrt(q.shape[-1]) if factor is None else _factor(factor, compute)
     mask, bias = _mask(mask, scores[drop:]), _bias(bias, scores[drop:], compute)
     if drop:
@@ -302,7 +303,7 @@ def execute(
     backend: the core or the twin, for who calls twice and needs the same; default: what is in use.
     """
     arrays = with_lead(lead, named)
-    backend = backend or config.core() or twin
+    backend = backend or runtime_backend.active or twin
     if options.get("score_mod") is not None:  # Python per tile: the twin's work; b must count through all items
         arrays, backend = {key: np.ascontiguousarray(array) for key, array in arrays.items()}, twin
     function = getattr(backend, name)

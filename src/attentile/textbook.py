@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from .arguments import positive_index, real
 from .call import attend
-from .runtime import config
+from .runtime.threads import threads_for
 from .storage import promoted, ready, rounded
 
 Array = NDArray[Any]
@@ -50,7 +50,7 @@ def _self_attention(
     out, weights = np.empty((*scores[:-1], V.shape[-1]), compute), np.zeros(scores, compute)
     q, k, v = (_with_heads(ready(array, compute), lead) for array in (Q, K, V))
     attend(
-        q, k, v, _with_heads(out, lead), 1.0 / math.sqrt(scale), config.threads_for(None, function),
+        q, k, v, _with_heads(out, lead), 1.0 / math.sqrt(scale), threads_for(None, function),
         mask=None if allowed is None else _with_heads(allowed, lead), weights=_with_heads(weights, lead),
         fill=MASKED_SCORE,
     )  # fmt: skip
@@ -234,7 +234,7 @@ def multi_head_attention(
     )
     concatenated = np.empty((*lead, length, num_heads, d_k), compute)
     attend(
-        q, k, v, concatenated.swapaxes(-2, -3), 1.0 / math.sqrt(d_k), config.threads_for(None, name), mask=allowed,
+        q, k, v, concatenated.swapaxes(-2, -3), 1.0 / math.sqrt(d_k), threads_for(None, name), mask=allowed,
         fill=MASKED_SCORE,
     )  # fmt: skip
     out = _project(concatenated.reshape(*lead, length, d_model), weights[3], biases[3], compute)

@@ -11,7 +11,7 @@ from ..attention import AttentionResult, attention, finish
 from ..call import _mask, prepare
 from ..positions.rotary import rotary_embedding
 from ..positions.scaling import depends_on_length
-from ..runtime import config
+from ..runtime import backend
 from ..storage import promoted
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def attend_stored(cache: KVCache, q: Array, options: dict[str, Any]) -> Array | 
     options = options | {"window": cache.window} if cache.window is not None else dict(options)
     if (options["key_lengths"] == n).all():
         options["key_lengths"] = None
-    core = config.active
+    core = backend.active
     python = options.get("score_mod") is not None or (cache.sinks and options.get("segments") is not None)
     if core is None or python or promoted("attention", q)[0] != cache.dtype:
         return _attend_gathered(cache, q, options)

@@ -22,7 +22,8 @@ from ..arguments import as_array, named_in_errors
 from ..attention import AttentionResult
 from ..merge import merge_attention
 from ..positions.rotary import rotate_items
-from ..runtime import config
+from ..runtime import backend
+from ..runtime.threads import threads_for
 from ..storage import promoted, ready
 from . import checks
 from . import file as cache_file
@@ -206,7 +207,7 @@ class KVCache:
     def _append(self, k: ArrayLike, v: ArrayLike, lengths: ArrayLike | None, keep: bool = False) -> None:
         """keep: pages that the window drops stay, for undo.py."""
         view = self._made
-        if view is not None and lengths is None and config.active is not None:
+        if view is not None and lengths is None and backend.active is not None:
             given = k if self._rotary is None else turned(self, k, 0)
             if given is not None and view.append(given, v):
                 return
@@ -240,7 +241,7 @@ class KVCache:
 
     def _write(self, k: Array, v: Array, starts: Index, counts: Index) -> None:
         """Backend: the first counts[b] tokens of item b go to starts[b] ... of opened pages. k, v: as ready() gives."""
-        core = config.active
+        core = backend.active
         if core is not None and k.size:
             core.store_tokens(k, v, self._shape, self._pages.table, starts, counts)
         else:
@@ -251,7 +252,7 @@ class KVCache:
         """Arrays that the core's view holds are others now. By default no page may be written to as it is."""
         nothing = np.zeros_like(self._lengths)
         self._writable, self._own_from = (nothing if index is None else index for index in (writable, own_from))
-        self._made, core = None, config.active
+        self._made, core = None, backend.active
         if core is not None and self.batch:
             left, capacity = (-1 if n is None else n for n in (self.window and self.window[0], self.capacity))
             self._made = core.CacheView(
@@ -306,10 +307,10 @@ class KVCache:
                [0.6 , 0.4 , 0.  ]])
         """
         view = self._made
-        if view is not None and config.active is not None and (not options or options.keys() <= _QUICK):
+        if view is not None and backend.active is not None and (not options or options.keys() <= _QUICK):
             given = q if self._rotary is None else turned(self, q, -1)
             if given is not None:
-                threads = config.threads_for(options.get("num_threads"), "KVCache.attend")
+                threads = threads_for(options.get("num_threads"), "KVCache.attend")
                 result: Array | None = view.attend(given, threads, options.get("scale"), options.get("softcap"))
                 if result is not None:
                     return result

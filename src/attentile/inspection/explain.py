@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from ..arguments import check_out
 from ..attention import OPTIONS, _target
 from ..call import Call, _run, nothing_to_compute, one_column, prepare, with_lead
-from ..runtime import config
+from ..runtime import backend, config
 
 Array = NDArray[Any]
 
@@ -149,12 +149,12 @@ def explain(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -> Explana
 
 def _isa(score_mod: Any) -> str | None:
     """The instruction set whose kernels will run, None for NumPy."""
-    return None if config.active is None or score_mod is not None else str(config.active.get_isa())
+    return None if backend.active is None or score_mod is not None else str(backend.active.get_isa())
 
 
 def _path(given: dict[str, Any], options: dict[str, Any]) -> tuple[str, str]:
     """(path, why): the conditions of attention() and of attend_plain() of the core, in their order."""
-    if config.active is None:
+    if backend.active is None:
         return "NumPy", f"{config.show_config(as_dict=True)['backend_why']}; no compiled kernels"
     if options["score_mod"] is not None:
         return "NumPy", "score_mod= is a Python function, which the compiled kernels cannot call"
@@ -277,7 +277,7 @@ def _idle(call: Call, options: dict[str, Any]) -> bool:
 
 def _count(call: Call, options: dict[str, Any]) -> _Count:
     """Follows call.execute() with a recorder in the place of the core."""
-    core, out = config.active if _isa(call.options.get("score_mod")) is not None else None, options["out"]
+    core, out = backend.active if _isa(call.options.get("score_mod")) is not None else None, options["out"]
     count = _Count(call.threads, options["return_weights"], core, call.v.shape[-1])
     if out is not None:
         check_out("attention", out, call.shape[call.drop :], call.dtype)

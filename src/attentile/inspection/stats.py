@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from ..arguments import named_in_errors, positive_index
 from ..call import Call, attend, execute, prepare
 from ..core import twin
-from ..runtime import config
+from ..runtime import backend as runtime_backend
 
 Array = NDArray[Any]
 
@@ -124,7 +124,7 @@ def attention_stats(
     chosen = _chosen_rows(rows, call.q.shape[-2]) if "rows" in wanted else None
     out, lse = np.empty(call.shape, call.compute), np.empty(call.shape[:-1], call.compute)
     state = np.empty((*call.shape[:-1], 2), call.compute)  # largest score and sum of exp, as the core leaves them
-    backend = config.core() or twin  # whose unit the state has
+    backend = runtime_backend.active or twin  # whose unit the state has
     attend(
         call.q, call.k, call.v, out, call.scale, call.threads, mask=call.mask, lse=lse, backend=backend,
         named={**call.named(), "state": state}, **call.options,

@@ -11,7 +11,8 @@ from numpy.typing import ArrayLike, NDArray
 from ..arguments import as_array, check_out, finite, flag, integer
 from ..core import twin_angles
 from ..core.twin_angles import Turn
-from ..runtime import config
+from ..runtime import backend
+from ..runtime.threads import threads_for
 from ..storage import promoted, ready, rounded
 from .scaling import (
     DEFAULT_BASE,
@@ -251,8 +252,8 @@ def _rotate_half(x: Array, out: Array, run: Callable[..., None], turn: Turn, pla
 
 def _rotate(x: Array, out: Array, compute: np.dtype[Any], turn: Turn, places: Places) -> None:
     """Non-empty x turned into out, both of any layout; out has the dtype of the result."""
-    run: Callable[..., None] = (config.core() or twin_angles).rotate
-    threads = config.threads_for(None, NAME)
+    run: Callable[..., None] = (backend.active or twin_angles).rotate
+    threads = threads_for(None, NAME)
     plain = x.ndim == 4 and out.dtype is x.dtype is compute and x.flags.c_contiguous and out.flags.c_contiguous
     if plain and x.flags.aligned and out.flags.aligned and (x is out or not np.may_share_memory(x, out)):
         # One token of 32 heads takes less than the questions below.

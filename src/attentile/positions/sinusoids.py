@@ -10,7 +10,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from ..arguments import check_out, finite, integer
 from ..core import twin_angles
-from ..runtime import config
+from ..runtime import backend
 from ..storage import rounded
 
 Array = NDArray[Any]
@@ -135,7 +135,7 @@ def positional_encoding(
         return out
     direct = _in_place(out)
     whole = out if direct else np.empty((rows, width), np.float32 if kind == np.float32 else np.float64)
-    (config.core() or twin_angles).encode(whole, float(first), *_ratio(number, width))
+    (backend.active or twin_angles).encode(whole, float(first), *_ratio(number, width))
     if not direct:
         out[...] = rounded(whole, kind)
     return out
