@@ -56,14 +56,15 @@ def show_config(as_dict: bool = False) -> dict[str, Any] | None:
     number, source = threads.threads_and_source()
     compiled = backend.compiled
     core = backend.active
+    isas = compiled.isas() if compiled is not None else {}
     config: dict[str, Any] = {
         "version": version(),
         "backend": "compiled" if core is not None else "numpy",
         "backend_why": backend.why_active,
         "isa": core.get_isa() if core is not None else "none (NumPy)",
         "isa_why": backend.why_isa if core is not None else backend.why_active,
-        "isas_here": [isa for isa, there in compiled.isas().items() if there] if compiled is not None else [],
-        "isas_built": list(compiled.isas()) if compiled is not None else [],
+        "isas_here": [isa for isa, there in isas.items() if there],
+        "isas_built": list(isas),
         "threads": number,
         "threads_why": source,
         "pool_workers": compiled.pool_workers() if compiled is not None else 0,

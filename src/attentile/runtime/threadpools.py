@@ -29,7 +29,8 @@ def introduce() -> None:
             return threads.process_threads()[0]
 
         def set_num_threads(self, num_threads: int) -> None:
-            threads.limit_process_threads(num_threads)
+            # Putting back the number that was found as the default ends the setting.
+            threads.set_num_threads(None if num_threads == threads.default_threads()[0] else num_threads)
 
         def get_version(self) -> str:
             return config.version()

@@ -7,12 +7,8 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from ..arguments import positive_index
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _MAX_THREADS = 256
 
@@ -28,48 +24,45 @@ _default: tuple[int, str] | None = None
 # ---- the default ----
 
 
-def _cgroup_quota(root: str | Path = "/") -> float | None:
+def _cgroup_quota(root: str = "/") -> float | None:
     """CPUs that the control groups of this process allow (quota / period), or None if unlimited or unknown.
 
     Version 2: cpu.max of the process's group and of each parent; version 1: cpu.cfs_quota_us of its cpu group and of
     each parent. root: where /proc and /sys are looked for. Whatever stands in these files, nothing is raised.
     """
-    from pathlib import Path  # here and not above, like metadata below: import time
-
-    root, limits = Path(root), []
-    for line in _lines_of(root / "proc/self/cgroup"):
+    limits = []
+    for line in _text_of(root, "proc/self/cgroup").splitlines():
         _, found, rest = line.partition(":")
         controllers, also, name = rest.partition(":")
         if not (found and also) or (controllers and "cpu" not in controllers.split(",")):
             continue
         for base in _CGROUP_V1 if controllers else _CGROUP_V2:
-            group = root / base
+            group = os.path.join(root, base)
             limits += _quota_of(group)
             for part in name.split("/"):
                 if part not in ("", ".", ".."):  # "..": a group outside of what this container sees
-                    group = group / part
+                    group = os.path.join(group, part)
                     limits += _quota_of(group)
     return min(limits, default=None)
 
 
-def _lines_of(file: Path) -> list[str]:
-    """The lines of a file that may be missing, unreadable, or name groups in bytes that are no UTF-8."""
+def _text_of(*path: str) -> str:
+    """The text of a file that may be missing, unreadable, or name groups in bytes that are no UTF-8."""
     try:
-        return file.read_bytes().decode("utf-8", "surrogateescape").splitlines()
+        with open(os.path.join(*path), encoding="utf-8", errors="surrogateescape") as file:
+            return file.read()
     except (OSError, ValueError):  # a name with a null byte is a ValueError
-        return []
+        return ""
 
 
-def _quota_of(group: Path) -> list[float]:
+def _quota_of(group: str) -> list[float]:
     """[quota / period] of one group, [] without a limit."""
+    text = _text_of(group, "cpu.max")
+    if not text:
+        text = f"{_text_of(group, 'cpu.cfs_quota_us')} {_text_of(group, 'cpu.cfs_period_us')}"
     try:
-        words = _lines_of(group / "cpu.max")[:1] or [
-            f"{quota} {period}"
-            for quota in _lines_of(group / "cpu.cfs_quota_us")[:1]
-            for period in _lines_of(group / "cpu.cfs_period_us")[:1]
-        ]
-        quota, period = (int(word) for word in words[0].split())
-    except (IndexError, ValueError):  # no such file, "max", or nothing that makes sense
+        quota, period = (int(word) for word in text.split())
+    except ValueError:  # no such file, "max", or nothing that makes sense
         return []
     return [quota / period] if 0 < quota < 2**63 and 0 < period < 2**63 else []
 
@@ -77,19 +70,20 @@ def _quota_of(group: Path) -> list[float]:
 def _from_environment() -> tuple[int, str] | None:
     for name in ("ATTENTILE_NUM_THREADS", "OMP_NUM_THREADS"):
         # OpenMP allows a list, one number per nesting level: the first one is ours.
-        text = os.environ.get(name, "").split(",")[0].strip()
+        given = os.environ.get(name, "")
+        text = given.split(",")[0].strip()
         try:
             count = int(text) if text.isdecimal() else 0
         except ValueError:  # more digits than int() takes
             count = _MAX_THREADS
         if count > 0:
             return min(count, _MAX_THREADS), name
-        if os.environ.get(name, "").strip() and name.startswith("ATTENTILE"):  # nonsense for OpenMP is OpenMP's matter
-            raise ValueError(f"{name} is {os.environ[name]!r}; it must be a positive integer")
+        if given.strip() and name.startswith("ATTENTILE"):  # nonsense for OpenMP is OpenMP's matter
+            raise ValueError(f"{name} is {given!r}; it must be a positive integer")
     return None
 
 
-def _default_threads() -> tuple[int, str]:
+def default_threads() -> tuple[int, str]:
     global _default
     found = _default or _from_environment()  # read once: another thread may reset it in between
     if found is None:
@@ -110,12 +104,7 @@ def _default_threads() -> tuple[int, str]:
 def process_threads() -> tuple[int, str]:
     """(threads, where the number came from) outside of every num_threads() block."""
     n = _process_threads
-    return _default_threads() if n is None else (n, "set_num_threads()")
-
-
-def limit_process_threads(n: int) -> None:
-    """set_num_threads() for a tool that puts back the number it found: putting back the default ends the setting."""
-    set_num_threads(None if n == _default_threads()[0] else n)
+    return default_threads() if n is None else (n, "set_num_threads()")
 
 
 def threads_and_source() -> tuple[int, str]:
