@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..arguments import as_floating
+
 Array = NDArray[Any]
 
 _NAME = "MultiHeadAttention.from_arrays"
@@ -60,7 +62,8 @@ CONVENTIONS = (
     Convention("nn.MultiheadAttention", ("in_proj_weight", "out_proj.weight"), ("in_proj_bias", "out_proj.bias")),
     Convention(
         "nn.MultiheadAttention with kdim or vdim",
-        ("q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight"), ("in_proj_bias", "out_proj.bias"),
+        ("q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight"),
+        ("in_proj_bias", "out_proj.bias"),
     ),
     _linear("Llama, Mistral, Qwen2", "q_proj", "k_proj", "v_proj", "o_proj"),
     _linear("OPT, CLIP, Whisper", "q_proj", "k_proj", "v_proj", "out_proj", harmless=_MASKS),  # masks: GPT-J
@@ -73,7 +76,7 @@ CONVENTIONS = (
     _linear("ViT of timm", "qkv", "proj"),
     _linear("GGUF", "attn_q", "attn_k", "attn_v", "attn_output", own="attn_", harmless=_GGUF),
     _linear("GGUF, fused", "attn_qkv", "attn_output", own="attn_", harmless=_GGUF),
-)  # fmt: skip
+)
 
 
 class Found(NamedTuple):
@@ -139,9 +142,11 @@ def _candidates(names: list[str], prefix: str) -> dict[tuple[Convention, str], l
 
 
 def _not_one(
-    names: list[str], prefix: str, candidates: dict[tuple[Convention, str], list[str]],
+    names: list[str],
+    prefix: str,
+    candidates: dict[tuple[Convention, str], list[str]],
     complete: list[tuple[Convention, str]],
-) -> str:  # fmt: skip
+) -> str:
     """The message if no layer is complete, or more than one is."""
     if complete:
         layers = _listed([f"{place}{convention.weights[0]} ({convention.models})" for convention, place in complete])
@@ -169,12 +174,13 @@ def _listed(items: list[str]) -> str:
 
 def _take(arrays: Mapping[str, Any], names: set[str], convention: Convention, place: str) -> Found:
     """The arrays of one complete layer, as x @ W + b takes them; no copies."""
-    weights = [_floating(place + name, arrays[place + name]) for name in convention.weights]
-    if convention.transposed:
-        weights = [weight.T for weight in weights]
-    biases = [
-        _floating(place + name, arrays[place + name]) if place + name in names else None for name in convention.biases
-    ]
+
+    def array(name: str) -> Array:
+        wanted = "it must be floating (dequantise the weights of a quantised file)"
+        return as_floating(_NAME, place + name, arrays[place + name], wanted)
+
+    weights = [array(name).T if convention.transposed else array(name) for name in convention.weights]
+    biases = [array(name) if place + name in names else None for name in convention.biases]
     options = dict(convention.options)
     whole = biases[0]
     if len(biases) < len(weights) and whole is not None:
@@ -190,12 +196,3 @@ def _take(arrays: Mapping[str, Any], names: set[str], convention: Convention, pl
     options["b_o"] = biases[-1]
     w_q, w_k, w_v = weights[:3] if len(weights) == 4 else (weights[0], None, None)
     return Found((w_q, w_k, w_v, weights[-1]), options)
-
-
-def _floating(name: str, value: Any) -> Array:
-    array = np.asarray(value)
-    if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
-        raise TypeError(
-            f"{_NAME}: {name} has dtype {array.dtype}; it must be floating (dequantise the weights of a quantised file)"
-        )
-    return array

@@ -96,15 +96,25 @@ class MultiHeadAttention:
     """
 
     def __init__(
-        self, w_q: ArrayLike, w_k: ArrayLike | None, w_v: ArrayLike | None, w_o: ArrayLike, *, num_heads: int,
-        num_kv_heads: int | None = None, b_q: ArrayLike | None = None, b_k: ArrayLike | None = None,
-        b_v: ArrayLike | None = None, b_o: ArrayLike | None = None, scale: float | None = None,
-        rotary: Mapping[str, Any] | None = None, per_head: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        w_q: ArrayLike,
+        w_k: ArrayLike | None,
+        w_v: ArrayLike | None,
+        w_o: ArrayLike,
+        *,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        b_q: ArrayLike | None = None,
+        b_k: ArrayLike | None = None,
+        b_v: ArrayLike | None = None,
+        b_o: ArrayLike | None = None,
+        scale: float | None = None,
+        rotary: Mapping[str, Any] | None = None,
+        per_head: bool = False,
+    ) -> None:
         self.num_heads = positive_index(NAME, "num_heads", num_heads)
-        self.num_kv_heads = self.num_heads
-        if num_kv_heads is not None:
-            self.num_kv_heads = positive_index(NAME, "num_kv_heads", num_kv_heads)
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.num_kv_heads = positive_index(NAME, "num_kv_heads", kv_heads)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"{NAME}: num_heads is {self.num_heads} and num_kv_heads is {self.num_kv_heads}; "
@@ -117,9 +127,9 @@ class MultiHeadAttention:
         self._project = Projections(
             (w_q, w_k, w_v), (b_q, b_k, b_v), self.num_heads, self.num_kv_heads, self.value_dim, bool(per_head)
         )
-        self.head_dim, self.d_in, self.d_context = (
-            self._project.head_dim, self._project.d_in, self._project.d_context,
-        )  # fmt: skip
+        self.head_dim = self._project.head_dim
+        self.d_in = self._project.d_in
+        self.d_context = self._project.d_context
         self.d_out = self._w_o.shape[1]
         self._rotary = rotary_options(NAME, rotary, tables=False)  # like the weights, they are not copied
         self._agreed: Any = None  # options of a cache that were found to be the same
@@ -132,9 +142,14 @@ class MultiHeadAttention:
 
     @classmethod
     def from_arrays(
-        cls, arrays: Mapping[str, ArrayLike], prefix: str = "", *, num_heads: int, num_kv_heads: int | None = None,
+        cls,
+        arrays: Mapping[str, ArrayLike],
+        prefix: str = "",
+        *,
+        num_heads: int,
+        num_kv_heads: int | None = None,
         rotary: Mapping[str, Any] | None = None,
-    ) -> MultiHeadAttention:  # fmt: skip
+    ) -> MultiHeadAttention:
         """The attention layer whose arrays lie below `prefix` in a checkpoint, found by their usual names.
 
         Parameters
@@ -202,26 +217,24 @@ class MultiHeadAttention:
         return None if self._rotary is None else copied(self._rotary)
 
     def __repr__(self) -> str:
-        parts = [f"d_in={self.d_in}"]
-        if self.d_context != self.d_in:
-            parts.append(f"d_context={self.d_context}")
-        parts += [f"d_out={self.d_out}", f"num_heads={self.num_heads}"]
-        if self.num_kv_heads != self.num_heads:
-            parts.append(f"num_kv_heads={self.num_kv_heads}")
-        parts.append(f"head_dim={self.head_dim}")
-        if self.value_dim != self.head_dim:
-            parts.append(f"value_dim={self.value_dim}")
-        if self._rotary is not None:
-            parts.append(f"rotary={self._rotary}")
-        return f"{NAME}({', '.join(parts)})"
+        same = {"d_context": self.d_in, "num_kv_heads": self.num_heads, "value_dim": self.head_dim, "rotary": None}
+        names = ("d_in", "d_context", "d_out", "num_heads", "num_kv_heads", "head_dim", "value_dim", "rotary")
+        parts = {name: getattr(self, name) for name in names}
+        return f"{NAME}({', '.join(f'{name}={part}' for name, part in parts.items() if same.get(name, '') != part)})"
 
     # ---- a call ----
 
     def __call__(
-        self, x: ArrayLike, context: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None, *,
-        positions: ArrayLike | None = None, cache: KVCache | None = None, lengths: ArrayLike | None = None,
-        out: Array | None = None, **options: Any,
-    ) -> Array | AttentionResult:  # fmt: skip
+        self,
+        x: ArrayLike,
+        context: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
+        *,
+        positions: ArrayLike | None = None,
+        cache: KVCache | None = None,
+        lengths: ArrayLike | None = None,
+        out: Array | None = None,
+        **options: Any,
+    ) -> Array | AttentionResult:
         """The layer's output for x; every other option of `attention` may be given as well.
 
         Parameters
@@ -275,11 +288,9 @@ class MultiHeadAttention:
             options.setdefault("scale", self._scale)
         q, k, v = self._heads(plan)
         if cache is not None:
-
-            def call() -> Array | AttentionResult:
-                return self._finish(self._attend_cached(q, k, v, cache, positions, lengths, options), plan, out)
-
-            found: Array | AttentionResult = attempt(cache, call)
+            found: Array | AttentionResult = attempt(
+                cache, lambda: self._finish(self._attend_cached(q, k, v, cache, positions, lengths, options), plan, out)
+            )
             return found
         if self._rotary is not None:
             q, k = self._turn(q, positions), self._turn(k, positions)
@@ -436,11 +447,9 @@ class MultiHeadAttention:
             out[...] = projected
         if not isinstance(result, AttentionResult):
             return out
-        lse, weights = result.lse, result.weights
-        return AttentionResult(
-            out, None if lse is None else lse[index],
-            None if weights is None else rounded(weights[index], plan.dtype),
-        )  # fmt: skip
+        lse = None if result.lse is None else result.lse[index]
+        weights = None if result.weights is None else rounded(result.weights[index], plan.dtype)
+        return AttentionResult(out, lse, weights)
 
 
 # ---- checks ----

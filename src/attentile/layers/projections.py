@@ -70,9 +70,14 @@ class Projections:
     """The checked weights of q, k and v, and the widths that follow from them."""
 
     def __init__(
-        self, weights: tuple[Any, Any, Any], biases: tuple[Any, Any, Any], heads: int, kv_heads: int, value_dim: int,
+        self,
+        weights: tuple[Any, Any, Any],
+        biases: tuple[Any, Any, Any],
+        heads: int,
+        kv_heads: int,
+        value_dim: int,
         per_head: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.heads, self.kv_heads, self.value_dim = heads, kv_heads, value_dim
         self.per_head = per_head
         self._fused: Array | None = None
