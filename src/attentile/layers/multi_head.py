@@ -28,7 +28,7 @@ class _Plan(NamedTuple):
     """What one call works on, after its checks."""
 
     x: Array  # (..., L, d_in)
-    context: Array | tuple[Array, Array] | None
+    context: tuple[Array, ...]  # none, rows to project, or keys and values
     compute: np.dtype[Any]  # dtype of the arithmetic
     dtype: np.dtype[Any]  # dtype of the result
     lead: tuple[int, ...]  # batch axes of the result
@@ -275,13 +275,13 @@ class MultiHeadAttention:
             A row at a position for which the tables of `rotary` have no row.
         """
         _check_options(options)
-        x, context = _rows("x", x, self.d_in), self._source(context)
-        self._check_positions(positions, context)
+        rows, source = _rows("x", x, self.d_in), self._source(context)
+        self._check_positions(positions, source)
         if cache is not None:
-            self._check_cache(cache, x, context, positions)
+            self._check_cache(cache, rows, source, positions)
         elif lengths is not None:
             raise ValueError(f"{NAME}: lengths go with a cache; without one give key_lengths")
-        plan = self._plan(x, context, cache is not None and x.ndim == 2)
+        plan = self._plan(rows, source, cache is not None and rows.ndim == 2)
         if out is not None:
             check_out(NAME, out, (*plan.lead, *plan.x.shape[-2:-1], self.d_out)[plan.drop :], plan.dtype)
         if self._scale is not None:
@@ -326,17 +326,17 @@ class MultiHeadAttention:
         k, v = self._project.keys_values(given, compute)
         return rounded(k, dtype), rounded(v, dtype)
 
-    def _source(self, context: Any) -> Array | tuple[Array, Array] | None:
-        """The checked context: rows to project, or keys and values that are projected already."""
+    def _source(self, context: Any) -> tuple[Array, ...]:
+        """The checked context: none, rows to project, or keys and values that are projected already."""
         if context is None:
             if self.d_context != self.d_in:
                 raise ValueError(
                     f"{NAME}: context is missing; w_k and w_v project rows of width {self.d_context}, "
                     f"x has width {self.d_in}"
                 )
-            return None
+            return ()
         if not isinstance(context, tuple):
-            return _rows("context", context, self.d_context)
+            return (_rows("context", context, self.d_context),)
         if len(context) != 2:
             raise ValueError(f"{NAME}: context is a tuple of {len(context)}; it must be (k, v) from keys_values")
         k, v = (np.asarray(array) for array in context)
@@ -348,18 +348,18 @@ class MultiHeadAttention:
                 )
         return k, v
 
-    def _check_positions(self, positions: Any, context: Any) -> None:
-        if self._rotary is not None and context is not None:
+    def _check_positions(self, positions: Any, context: tuple[Array, ...]) -> None:
+        if self._rotary is not None and context:
             raise ValueError(f"{NAME}: context and rotary do not go together: the rows of context have no position")
         if self._rotary is None and positions is not None:
             raise ValueError(
                 f"{NAME}: positions are for a layer with rotary and this one has none (q_start places the masks)"
             )
 
-    def _check_cache(self, cache: Any, x: Array, context: Any, positions: Any) -> None:
+    def _check_cache(self, cache: Any, x: Array, context: tuple[Array, ...], positions: Any) -> None:
         if not isinstance(cache, KVCache):
             raise TypeError(f"{NAME}: cache is a {type(cache).__name__}; it must be a KVCache")
-        if context is not None:
+        if context:
             raise ValueError(
                 f"{NAME}: cache holds the keys of x; for context call keys_values once and give its result as context="
             )
@@ -379,31 +379,25 @@ class MultiHeadAttention:
                 f"{NAME}: the cache turns keys at its own positions; for other positions make it with rotary=None"
             )
 
-    def _plan(self, x: Array, context: Array | tuple[Array, Array] | None, drop: bool) -> _Plan:
+    def _plan(self, x: Array, context: tuple[Array, ...], drop: bool) -> _Plan:
         """Dtypes and batch axes."""
         x = x[None] if drop else x
-        inputs, leads = [x], [x.shape[:-2]]
-        if isinstance(context, tuple):
-            inputs += context
-            leads += [array.shape[:-3] for array in context]
-        elif context is not None:
-            inputs.append(context)
-            leads.append(context.shape[:-2])
+        own = 3 if len(context) == 2 else 2  # axes that are not batch axes
         try:
-            lead = np.broadcast_shapes(*leads)
+            lead = np.broadcast_shapes(x.shape[:-2], *(array.shape[:-own] for array in context))
         except ValueError:
-            shapes = " and ".join(str(array.shape) for array in inputs)
+            shapes = " and ".join(str(array.shape) for array in (x, *context))
             raise ValueError(f"{NAME}: the batch axes of x and context do not broadcast ({shapes})") from None
-        compute, dtype = promoted(NAME, *inputs, self._like)
+        compute, dtype = promoted(NAME, x, *context, self._like)
         return _Plan(x, context, compute, dtype, lead, int(drop))
 
     def _heads(self, plan: _Plan) -> tuple[Array, Array, Array]:
         """Queries (..., num_heads, L, head_dim), keys and values (..., num_kv_heads, S, width)."""
-        if plan.context is None:
+        if not plan.context:
             return self._project.all(plan.x, plan.compute)
         q = self._project.queries(plan.x, plan.compute)
-        if not isinstance(plan.context, tuple):
-            return q, *self._project.keys_values(plan.context, plan.compute)
+        if len(plan.context) == 1:
+            return q, *self._project.keys_values(plan.context[0], plan.compute)
         k, v = (rounded(array, plan.compute) for array in plan.context)
         return q, k, v
 

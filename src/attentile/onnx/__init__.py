@@ -49,7 +49,10 @@ Array = NDArray[Any]
 _NAME = "onnx.attention"  # in errors
 _DOUBLE = 11
 _PRECISIONS = {1: "FLOAT", 10: "FLOAT16", _DOUBLE: "DOUBLE", 16: "BFLOAT16"}  # numbers of TensorProto.DataType
-_RAW, _BIASED, _WEIGHTS = 0, 2, 3  # qk_matmul_output_mode; 1 is after softcap
+# qk_matmul_output_mode; 1 is after softcap
+_RAW = 0
+_BIASED = 2
+_WEIGHTS = 3
 
 
 class AttentionOutputs(NamedTuple):

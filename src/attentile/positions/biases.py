@@ -159,7 +159,8 @@ def _bucket_starts(buckets: int, max_distance: int) -> Array:
     share = buckets - exact
     starts = list(range(1, exact + 1))
     for t in range(1, share):
-        bound, low, high = max_distance**t * exact ** (share - t), starts[-1], max_distance
+        bound = max_distance**t * exact ** (share - t)
+        low, high = starts[-1], max_distance
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if middle**share >= bound else (middle + 1, high)
