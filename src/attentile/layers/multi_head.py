@@ -209,7 +209,7 @@ class MultiHeadAttention:
         from .checkpoints import find_attention  # here, because most programs never come by
 
         found = find_attention(arrays, prefix)
-        return cls(*found.weights, num_heads=num_heads, num_kv_heads=num_kv_heads, **found.options, rotary=rotary)
+        return cls(**found, num_heads=num_heads, num_kv_heads=num_kv_heads, rotary=rotary)
 
     @property
     def rotary(self) -> dict[str, Any] | None:
