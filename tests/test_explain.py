@@ -12,7 +12,7 @@ import pytest
 from oracle import allowed_keys
 
 from attentile import attention, draw_mask, explain, relative_bias, use_backend
-from attentile.runtime import config
+from attentile.runtime import backend
 
 RNG = np.random.default_rng(70)
 # Per vector (float32, float64), and vectors per block.
@@ -103,7 +103,7 @@ def test_executed_flops_of_small_cases(compiled):
 
 
 def test_lanes_are_those_of_the_kernels(compiled):
-    core = config.core()
+    core = backend.active
     fmas = 24  # AT_PEAK_FMAS
     for isa, there in core.isas().items():
         if there:
@@ -177,7 +177,7 @@ def variants():
     ("name", "qkv", "options", "plain"), list(variants()), ids=lambda x: x if isinstance(x, str) else ""
 )
 def test_path_is_the_one_that_runs(compiled, name, qkv, options, plain):
-    ran = config.core().attend_plain(*qkv, options.get("scale"), 1) is not None
+    ran = backend.active.attend_plain(*qkv, options.get("scale"), 1) is not None
     found = explain(*qkv, **options)
     assert (found.path == "plain express lane") == ran == plain, found.why_path
 

@@ -25,7 +25,7 @@ from report_helpers import Array, normal, output_of, qkv
 
 import attentile
 from attentile import attention
-from attentile.runtime import config
+from attentile.runtime import backend
 
 STRICT = os.environ.get("ATTENTILE_TEST_TIMES") == "1"
 BUSY = 4  # time of a neighbour on the other core, whose caches are shared; timing must not fail where it says nothing
@@ -291,7 +291,7 @@ def test_b120_b122_b130_work_is_there_for_every_thread(compiled, kind):
     """However few heads there are, and with enough tasks that uneven ones (causal) even out."""
     (batch, heads, queries, width), keys, kv_heads, _ = SHAPES[kind]
     for threads in (2, 8):
-        plan = config.core().plan(
+        plan = backend.active.plan(
             batch, heads, kv_heads, queries, keys, width, width, 4, threads, False, False
         )  # fmt: skip
         assert plan["threads"] == threads

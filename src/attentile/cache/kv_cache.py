@@ -22,7 +22,8 @@ from ..arguments import as_array, named_in_errors
 from ..outputs import AttentionResult
 from ..merge import merge_attention
 from ..positions.rotary import rotate_items
-from ..runtime import config
+from ..runtime import backend
+from ..runtime.threads import current_threads, threads_for
 from ..storage import promoted, ready
 from . import checks
 from . import file as cache_file
@@ -238,7 +239,7 @@ class KVCache:
 
     def _write(self, k: Array, v: Array, starts: Index, counts: Index) -> None:
         """Backend: the first counts[b] tokens of item b go to starts[b] ... of opened pages. k, v: as ready() gives."""
-        core = config.active
+        core = backend.active
         if core is not None and k.size:
             core.store_tokens(k, v, self._shape, self._pages.table, starts, counts)
         else:
@@ -249,7 +250,7 @@ class KVCache:
         """Arrays that the core's view holds are others now. By default no page may be written to as it is."""
         nothing = np.zeros_like(self._lengths)
         self._writable, self._own_from = (nothing if index is None else index for index in (writable, own_from))
-        self._made, core = None, config.active
+        self._made, core = None, backend.active
         if core is not None and self.batch:
             left, capacity = (-1 if n is None else n for n in (self.window and self.window[0], self.capacity))
             arrays = (self._pages.table, self._lengths, self._held_from, self._writable)
@@ -258,7 +259,7 @@ class KVCache:
 
     def view(self) -> Any:
         """The core's view of the arrays, or None where NumPy computes."""
-        if config.active is None:
+        if backend.active is None:
             return None
         if self._made is None and self.batch:
             self._replaced(self._writable, self._own_from)
@@ -313,7 +314,7 @@ class KVCache:
         view = self.view()
         if view is not None:
             given = q if self._rotary is None else turned(self, q, -1, options)
-            found = None if given is None else view.attend(given, options, config.current_threads())
+            found = None if given is None else view.attend(given, options, current_threads())
             if found is not None:
                 return AttentionResult(*found) if type(found) is tuple else found
         queries = as_array("KVCache.attend", "q", q)
@@ -333,7 +334,7 @@ class KVCache:
                 if queries.size:
                     at = query_positions(self, start, queries.shape[2], options.get("q_start") is not None)
                     queries = rotate_items(queries, at, self._rotary, lengths=self._lengths)
-            threads = config.threads_for(options.get("num_threads"), "attention")
+            threads = threads_for(options.get("num_threads"), "attention")
             return attend_stored(self, queries, placed, threads)
 
     # ---- tokens out ----

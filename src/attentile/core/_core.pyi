@@ -3,6 +3,8 @@ from typing import Any
 from numpy.typing import NDArray
 from typing_extensions import disjoint_base
 
+from .twin_angles import Turn
+
 def attend(
     q: NDArray[Any], k: NDArray[Any], v: NDArray[Any], out: NDArray[Any], scale: float, threads: int, *,
     mask: NDArray[Any] | None = None, bias: NDArray[Any] | None = None, lo: NDArray[Any] | None = None,
@@ -42,10 +44,8 @@ class CacheView:
 
 def encode(out: NDArray[Any], first_position: float, ratio_high: float, ratio_low: float) -> None: ...
 def rotate(
-    x: NDArray[Any], y: NDArray[Any], pairs: int, neighbours: bool, positions: NDArray[Any] | None, first: int,
-    high: NDArray[Any] | None, low: NDArray[Any] | None, cosines: NDArray[Any] | None, sines: NDArray[Any] | None,
-    cosine_factor: float, sine_factor: float, threads: int,
-) -> None: ...  # fmt: skip
+    x: NDArray[Any], y: NDArray[Any], turn: Turn, positions: NDArray[Any] | None, first: int, threads: int
+) -> None: ...
 def isas() -> dict[str, bool]: ...
 def set_isa(name: str) -> None: ...
 def get_isa() -> str: ...

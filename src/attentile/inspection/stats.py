@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from ..arguments import named_in_errors, positive_index, unknown_option
 from ..outputs import AttentionResult, Outputs
 from ..runtime import backend
-from ..runtime.config import threads_for
+from ..runtime.threads import threads_for
 from ..scores import SCORE_OPTIONS, Scores, ScoreOptions, checked
 
 Array = NDArray[Any]
