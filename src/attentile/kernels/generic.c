@@ -16,13 +16,10 @@
     }                                                                                                                   \
     INLINE void P##_store(REAL* p, P##_vec x) { *(P##_vec*)p = x; }                                                     \
     INLINE void P##_storeu(REAL* p, P##_vec x) { memcpy(p, &x, sizeof x); }                                             \
-    INLINE P##_vec P##_gather(const char* p, ptrdiff_t stride, ptrdiff_t n) {                                           \
-        P##_vec x = {0};                                                                                                \
-        for (ptrdiff_t i = 0; i < n; i++) x[i] = *(const REAL*)(p + i * stride);                                        \
-        return x;                                                                                                       \
-    }                                                                                                                   \
     INLINE P##_vec P##_load_part(const REAL* p, ptrdiff_t n) {                                                          \
-        return P##_gather((const char*)p, (ptrdiff_t)sizeof(REAL), n);                                                  \
+        P##_vec x = {0};                                                                                                \
+        for (ptrdiff_t i = 0; i < n; i++) x[i] = p[i];                                                                  \
+        return x;                                                                                                       \
     }                                                                                                                   \
     INLINE void P##_store_part(REAL* p, P##_vec x, ptrdiff_t n) {                                                       \
         for (ptrdiff_t i = 0; i < n; i++) p[i] = x[i];                                                                  \
