@@ -22,8 +22,8 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-PACKAGE = Path("src/attentile")
-KERNELS = PACKAGE / "kernels"
+CORE = Path("src/attentile/core")
+KERNELS = CORE / "kernels"
 DEBUG = os.environ.get("ATTENTILE_DEBUG") == "1"
 ABI3 = os.environ.get("ATTENTILE_ABI3") == "1"
 REQUIRE_COMPILED = os.environ.get("ATTENTILE_REQUIRE_COMPILED") == "1"
@@ -152,10 +152,10 @@ def extensions() -> list[Extension]:
         return []
     depends = [str(path) for pattern in ("*.h", "*.inc", "*.c") for path in sorted(KERNELS.glob(pattern))]
     core = Extension(
-        "attentile._core",
-        [str(PACKAGE / "_core.pyx")],
-        include_dirs=[str(PACKAGE)],
-        depends=[*depends, *[str(path) for path in sorted(PACKAGE.glob("*.px[di]"))], "setup.py"],
+        "attentile.core._core",
+        [str(CORE / "_core.pyx")],
+        include_dirs=[str(CORE)],
+        depends=[*depends, *[str(path) for path in sorted(CORE.glob("*.px[di]"))], "setup.py"],
         py_limited_api=ABI3,
         define_macros=[("Py_LIMITED_API", "0x030b0000")] if ABI3 else [],
     )

@@ -14,8 +14,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-GENERATED = Path("src/attentile/_core.c")
-MARK = re.compile(r'^ *\/\* "(?:src/)?attentile/(\w+\.p[xy][xid])":(\d+)$')
+GENERATED = Path("src/attentile/core/_core.c")
+MARK = re.compile(r'^ *\/\* "(?:src/)?attentile/core/(\w+\.p[xy][xid])":(\d+)$')
 KINDS = {"Cython": {".pyx", ".pxi", ".pxd"}, "C": {".c", ".h", ".inc"}}
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import attentile as at
-from attentile import config
+from attentile.runtime import config
 
 
 @dataclass(frozen=True)

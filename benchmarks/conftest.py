@@ -23,7 +23,7 @@ import attentile
 @pytest.fixture(params=["compiled", "numpy"])
 def backend(request: pytest.FixtureRequest) -> str:
     """Each backend in turn; the compiled one is skipped where attentile was installed without a compiler."""
-    if request.param == "compiled" and importlib.util.find_spec("attentile._core") is None:
+    if request.param == "compiled" and importlib.util.find_spec("attentile.core._core") is None:
         pytest.skip("attentile is installed without its compiled core")
     with attentile.use_backend(request.param):
         yield request.param

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 import attentile
-from attentile import config
+from attentile.runtime import config
 
 # Every instruction set that any build may have; one that this host or build lacks shows as a skip.
 ISAS = ("avx512", "avx2", "neon", "generic")

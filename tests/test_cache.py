@@ -26,7 +26,7 @@ from cache_helpers import (
 from numpy.testing import assert_array_equal
 
 from attentile import KVCache, alibi_slopes, attention
-from attentile.pages import PagePool
+from attentile.cache.pages import PagePool
 
 # ---- against attention() ----
 
@@ -387,7 +387,7 @@ def test_repr():
 @pytest.mark.parametrize("options", [{}, {"interleaved": True, "base": 500.0}, {"rotary_dim": 4}, "tables"])
 @pytest.mark.parametrize("steps", [[16], [5, 7, 4], [1] * 16])
 def test_rotary_at_the_positions_of_the_tokens(impl, steps, options):
-    rotary_embedding = pytest.importorskip("attentile.rotary").rotary_embedding
+    rotary_embedding = pytest.importorskip("attentile.positions.rotary").rotary_embedding
     if options == "tables":
         angles = np.outer(np.arange(16), 0.3 ** np.arange(4))
         options = {"cos": np.cos(angles), "sin": np.sin(angles)}
@@ -409,7 +409,7 @@ def test_rotary_at_the_positions_of_the_tokens(impl, steps, options):
 
 
 def test_rotary_of_items_of_different_lengths(impl):
-    pytest.importorskip("attentile.rotary")
+    pytest.importorskip("attentile.positions.rotary")
     counts = [(5, 2), (1, 1), (0, 4)]
     both = KVCache(2, 1, 8, rotary={})
     alone = [KVCache(1, 1, 8, rotary={}) for _ in range(2)]
@@ -427,6 +427,6 @@ def test_rotary_of_items_of_different_lengths(impl):
 
 
 def test_rotary_options_are_checked_at_once():
-    pytest.importorskip("attentile.rotary")
+    pytest.importorskip("attentile.positions.rotary")
     with pytest.raises(ValueError, match="rotary_dim"):
         KVCache(1, 1, 8, rotary={"rotary_dim": 3})

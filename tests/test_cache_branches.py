@@ -31,7 +31,8 @@ from cache_helpers import (
 )
 from numpy.testing import assert_array_equal
 
-from attentile import KVCache, pages
+from attentile import KVCache
+from attentile.cache import pages
 
 ROWS = 5
 

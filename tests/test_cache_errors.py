@@ -13,7 +13,7 @@ from cache_helpers import Model, normal, pages_made, pair_of, poison, state_of
 from numpy.testing import assert_array_equal
 
 from attentile import KVCache
-from attentile.cache_checks import rotary_options
+from attentile.cache.checks import rotary_options
 
 K, V = pair_of(2, 2, 20, 4, 3)
 Q = normal(2, 4, 3, 4)

@@ -249,7 +249,7 @@ def test_an_unknown_option_is_refused_alike():
 
 
 def test_large_tables_are_compared_once_and_not_copied_by_the_layer(monkeypatch):
-    from attentile import multi_head
+    from attentile.layers import multi_head
 
     angles = np.outer(np.arange(64), 1.0 / 10 ** np.arange(4))
     options = {"cos": np.cos(angles), "sin": np.sin(angles)}

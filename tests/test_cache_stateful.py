@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from numpy.testing import assert_array_equal
 
-from attentile import KVCache, config, use_backend
+from attentile import KVCache, use_backend
+from attentile.runtime import config
 
 HEADS, Q_HEADS, WIDTH, VALUE_WIDTH = 2, 4, 3, 2
 # Around a panel, the smallest page and a page.

@@ -13,7 +13,9 @@ from cache_helpers import normal, pages_in_use, pages_made
 from layer_oracle import make
 from numpy.testing import assert_array_equal
 
-from attentile import KVCache, MultiHeadAttention, multi_head, pages
+from attentile import KVCache, MultiHeadAttention
+from attentile.cache import pages
+from attentile.layers import multi_head
 
 pytestmark = pytest.mark.usefixtures("impl")
 

@@ -31,7 +31,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from numpy.typing import NDArray
 
 from attentile import MultiHeadAttention
-from attentile.checkpoints import CONVENTIONS
+from attentile.layers.checkpoints import CONVENTIONS
 
 pytestmark = pytest.mark.usefixtures("impl")
 

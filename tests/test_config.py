@@ -17,7 +17,7 @@ import pytest
 from conftest import ISAS, available_isas
 
 import attentile
-from attentile import config
+from attentile.runtime import config
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -193,7 +193,7 @@ def test_a_core_that_cannot_be_loaded_is_an_error(tmp_path):
     )  # fmt: skip
     path = {"PYTHONPATH": str(tmp_path)}
     assert config_of(**path)["backend_why"] == "not built in this installation"
-    (package / f"_core{compiled_suffixes[0]}").write_bytes(b"not a library")
+    (package / "core" / f"_core{compiled_suffixes[0]}").write_bytes(b"not a library")
     assert "ImportError" in python(SHOW, **path).stderr
     assert config_of(ATTENTILE_BACKEND="numpy", **path)["backend"] == "numpy"
 

@@ -23,7 +23,7 @@ from oracle import allowed_keys
 
 import attentile
 import attentile.onnx
-from attentile import config
+from attentile.runtime import config
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from oracle import allowed_keys
 
-from attentile import attention, config, draw_mask, explain, relative_bias, use_backend
+from attentile import attention, draw_mask, explain, relative_bias, use_backend
+from attentile.runtime import config
 
 RNG = np.random.default_rng(70)
 # Per vector (float32, float64), and vectors per block.
@@ -188,7 +189,7 @@ def test_an_option_takes_the_general_path(compiled, option):
 
 
 def test_options_are_those_of_attention():
-    from attentile.explain import OPTIONS
+    from attentile.inspection.explain import OPTIONS
 
     parameters = list(inspect.signature(attention).parameters.values())[3:]
     assert {p.name: p.default for p in parameters} == OPTIONS

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from test_config import config_of, write
 
-from attentile import KVCache, attention, config, rotary, rotary_embedding
+from attentile import KVCache, attention, rotary_embedding
+from attentile.positions import rotary
+from attentile.runtime import config
 
 
 def misaligned(array: Any) -> Any:
@@ -192,7 +194,7 @@ def test_an_append_without_memory_for_copies_changes_nothing(monkeypatch):
     def no_memory(*_: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("attentile.cache.ready", no_memory)
+    monkeypatch.setattr("attentile.cache.kv_cache.ready", no_memory)
     with pytest.raises(MemoryError):
         cache.append(token.astype(np.float64), token)
     assert (cache.lengths.tolist(), cache._held_from.tolist(), cache._pages.table.tolist()) == before

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from oracle import allowed_keys
 
-from attentile import attention, attention_stats, stats, use_backend
-from attentile.stats import KINDS
+from attentile import attention, attention_stats, use_backend
+from attentile.inspection import stats
+from attentile.inspection.stats import KINDS
 
 CASES = {
     "plain": {},

@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 
 import attentile
-from attentile import KVCache, attention, config, rotary_embedding
+from attentile import KVCache, attention, rotary_embedding
+from attentile.runtime import config
 
 LONG = os.environ.get("ATTENTILE_STRESS") == "long"
 HERE = Path(__file__).resolve().parent

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import attentile
-from attentile import config
+from attentile.runtime import config
 
 threadpoolctl = pytest.importorskip("threadpoolctl")
 

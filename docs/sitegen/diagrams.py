@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from attentile.explain import CHUNK
-from attentile.pages import PANEL
+from attentile.cache.pages import PANEL
+from attentile.inspection.explain import CHUNK
 
 from .svg import Drawing
 

@@ -4,17 +4,16 @@ from typing import TYPE_CHECKING
 
 from .attention import AttentionResult, attention
 from .cache import KVCache
-from .config import get_num_threads, num_threads, set_num_threads, show_config, use_backend
-from .draw import draw_mask
-from .explain import Explanation, explain
+from .inspection.draw import draw_mask
+from .inspection.explain import Explanation, explain
+from .inspection.stats import AttentionStats, attention_stats
+from .layers.multi_head import MultiHeadAttention
 from .masks import segment_ids
 from .merge import merge_attention
-from .multi_head import MultiHeadAttention
-from .positions import alibi_slopes, positional_encoding, relative_bias, t5_bias, t5_buckets
-from .rotary import rotary_embedding
-from .stats import AttentionStats, attention_stats
+from .positions import alibi_slopes, positional_encoding, relative_bias, rotary_embedding, t5_bias, t5_buckets
+from .runtime.config import get_num_threads, num_threads, set_num_threads, show_config, use_backend
+from .runtime.threadpools import introduce as _introduce
 from .textbook import causal_attention, multi_head_attention, self_attention
-from .threadpools import introduce as _introduce
 
 __all__ = [
     "AttentionResult",
@@ -54,7 +53,7 @@ else:
     def __getattr__(name):
         """__version__, looked up when it is asked for: to read it takes as long as to import all the rest."""
         if name == "__version__":
-            from .config import version
+            from .runtime.config import version
 
             return version()
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

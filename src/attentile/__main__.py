@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 import attentile as at
 
-from . import config
+from .runtime import config
 
 Array = NDArray[Any]
 

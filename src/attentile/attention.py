@@ -8,9 +8,9 @@ from typing import Any, Literal, NamedTuple, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from . import config
 from .call import Call, attend, check_out, prepare, rounded
-from .reference import ScoreMod
+from .core.twin import ScoreMod
+from .runtime import config
 
 Array = NDArray[Any]
 Causal = bool | Literal["upper_left", "lower_right"]

@@ -19,9 +19,10 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from . import config, reference
-from .integers import real
+from .arguments import real
+from .core import twin
 from .masks import Structure, structure
+from .runtime import config
 
 Array = NDArray[Any]
 
@@ -408,9 +409,9 @@ def execute(
     backend: the core or the twin, for who calls twice and needs the same; default: what is in use.
     """
     arrays = with_lead(lead, named)
-    backend = backend or config.core() or reference
+    backend = backend or config.core() or twin
     if options.get("score_mod") is not None:  # Python per tile: the twin's work; b must count through all items
-        arrays, backend = {key: np.ascontiguousarray(array) for key, array in arrays.items()}, reference
+        arrays, backend = {key: np.ascontiguousarray(array) for key, array in arrays.items()}, twin
     function = getattr(backend, name)
     _run(arrays, function, {"scale": scale, "threads": threads, **options})
 

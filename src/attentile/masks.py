@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .integers import index
+from .arguments import index
 
 Index = NDArray[np.intp]
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from . import config
+from .arguments import real
 from .call import attend, promoted, ready, rounded
-from .integers import real
 from .masks import positive_index
+from .runtime import config
 
 Array = NDArray[Any]
 

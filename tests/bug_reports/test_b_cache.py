@@ -12,7 +12,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from report_helpers import assert_same_row, normal, qkv
 
 from attentile import KVCache, alibi_slopes, attention, merge_attention, rotary_embedding, use_backend
-from attentile.pages import PageTable
+from attentile.cache.pages import PageTable
 
 Array = Any
 

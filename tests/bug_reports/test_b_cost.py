@@ -24,7 +24,8 @@ from numpy.testing import assert_allclose, assert_array_equal
 from report_helpers import Array, normal, output_of, qkv
 
 import attentile
-from attentile import attention, config
+from attentile import attention
+from attentile.runtime import config
 
 STRICT = os.environ.get("ATTENTILE_TEST_TIMES") == "1"
 BUSY = 4  # time of a neighbour on the other core, whose caches are shared; timing must not fail where it says nothing

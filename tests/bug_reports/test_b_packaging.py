@@ -19,7 +19,8 @@ from conftest import FMA_ISAS, ISAS, available_isas
 from numpy.testing import assert_allclose, assert_array_equal
 from report_helpers import check, output_of, qkv, run_python
 
-from attentile import attention, config, use_backend
+from attentile import attention, use_backend
+from attentile.runtime import config
 
 # ---- B69: instruction sets ----
 
@@ -146,9 +147,9 @@ def test_b70_no_source_asks_for_openmp():
     root = Path(__file__).parents[2]
     if not (root / "setup.py").exists():
         pytest.skip("the sources are not beside the tests")
-    package = root / "src" / "attentile"
-    files = [root / "setup.py", *(p for e in ("*.pyx", "*.px[di]", "kernels/*.[ch]") for p in package.glob(e))]
-    files += package.glob("kernels/*.inc")
+    core = root / "src" / "attentile" / "core"
+    files = [root / "setup.py", *(p for e in ("*.pyx", "*.px[di]", "kernels/*.[ch]") for p in core.glob(e))]
+    files += core.glob("kernels/*.inc")
     assert len(files) >= 15
     code = {path.name: path.read_text(encoding="utf-8") for path in files}
     assert not {name: OPENMP_REQUEST.findall(text) for name, text in code.items() if OPENMP_REQUEST.search(text)}

@@ -223,7 +223,7 @@ def test_b47_rows_more_than_2_to_31_elements_apart(impl, name, dtype):
     assert_same_row(impl, attention(**arrays).copy(), compact)
 
 
-SOURCES = Path(__file__).parents[2] / "src" / "attentile"
+SOURCES = Path(__file__).parents[2] / "src" / "attentile" / "core"
 # Sizes and offsets that the caller's arrays decide; what a tile bounds (vectors, lanes, its columns) may be int.
 UNBOUNDED = (
     r"(batch|heads?|queries|keys|width|value_width|rows?|n_rows|pitch|group|chunks?|blocks?|tasks|tasks_per_head|"

@@ -20,7 +20,8 @@ from numpy.testing import assert_array_equal
 from report_helpers import check, output_of, qkv
 
 import attentile
-from attentile import attention, config
+from attentile import attention
+from attentile.runtime import config
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system can't fork")
 needs_affinity = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system sets no CPU affinity")

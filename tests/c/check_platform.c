@@ -1,7 +1,8 @@
 /* The thread pool and the look at the processor on their own, without Python: what can be run on a platform for which
  * there is no Python at hand (Windows code under Wine). Prints "ok", or what is wrong.
  *
- *     cc -std=c11 -O2 -I src/attentile/kernels tests/c/check_platform.c src/attentile/kernels/pool.c -lpthread */
+ *     cc -std=c11 -O2 -I src/attentile/core/kernels tests/c/check_platform.c \
+ *         src/attentile/core/kernels/pool.c -lpthread */
 #include "threads.h"
 
 #include <stdatomic.h>

@@ -1,7 +1,7 @@
 /* The tiles without Python: attention of a few heads through the table of each instruction set that the processor has.
  * Prints a line "name hash" each; the hashes of those with FMA must be equal, on every platform and by every compiler.
  *
- *     cc -std=c11 -I src/attentile/kernels tests/c/check_tiles.c (the objects of every kernel) -lpthread */
+ *     cc -std=c11 -I src/attentile/core/kernels tests/c/check_tiles.c (the objects of every kernel) -lpthread */
 #include <inttypes.h>
 #include <math.h>
 #include <stdint.h>

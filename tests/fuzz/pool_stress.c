@@ -1,7 +1,7 @@
 /* Stress test of the thread pool alone, for a sanitizer or a plain build:
  *
- *     gcc -std=c11 -O1 -g -fsanitize=thread -I src/attentile/kernels tests/fuzz/pool_stress.c \
- *         src/attentile/kernels/pool.c -o pool_stress -pthread && ./pool_stress 100000 all
+ *     gcc -std=c11 -O1 -g -fsanitize=thread -I src/attentile/core/kernels tests/fuzz/pool_stress.c \
+ *         src/attentile/core/kernels/pool.c -o pool_stress -pthread && ./pool_stress 100000 all
  *
  * Arguments: rounds, and "all", "nofork" or "fork". Everything a task touches is plain memory, so that a thread sanitizer
  * sees each access that the pool does not order; every region is checked: each task ran once, in a slot that no other

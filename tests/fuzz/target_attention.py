@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from source import Source, expect_text
 
-from attentile import attention, config, use_backend
+from attentile import attention, use_backend
+from attentile.runtime import config
 
 FMA_ISAS = ("avx512", "avx2", "neon")
 SCORES = 60_000  # of a case, so that one takes milliseconds

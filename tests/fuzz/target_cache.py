@@ -11,7 +11,8 @@ import numpy as np
 from cache_helpers import Model, assert_same, poison, state_of
 from source import Source, expect_text
 
-from attentile import KVCache, config, rotary_embedding
+from attentile import KVCache, rotary_embedding
+from attentile.runtime import config
 
 Life = tuple[KVCache, Model]
 

@@ -8,7 +8,8 @@ import numpy as np
 from rotary_oracle import multiplied
 from source import Source, expect_text
 
-from attentile import config, positional_encoding, rotary_embedding, use_backend
+from attentile import positional_encoding, rotary_embedding, use_backend
+from attentile.runtime import config
 
 try:
     import ml_dtypes

@@ -1,7 +1,7 @@
 /* Fuzz target: the contract of the tiles (kernels.h), as the fused pass uses them, for every instruction set of this machine.
  *
- *     clang -fsanitize=fuzzer,address,undefined ... -I src/attentile/kernels    libFuzzer: ./tiles_fuzz -max_total_time=30
- *     gcc -DSTANDALONE -fsanitize=address,undefined ...                         random bytes: ./tiles_fuzz 30 (seconds)
+ *     clang -fsanitize=fuzzer,address,undefined ... -I src/attentile/core/kernels   libFuzzer: ./tiles_fuzz -max_total_time=30
+ *     gcc -DSTANDALONE -fsanitize=address,undefined ...                              random bytes: ./tiles_fuzz 30 (seconds)
  *
  * Every array is an allocation of exactly its size, and every row of the caller one of its own, so that a sanitizer sees one
  * element too many. Bytes choose sizes, options and seeds. Checked: tiles with and without FMA, for many and for few rows,

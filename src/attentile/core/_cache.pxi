@@ -1,4 +1,4 @@
-# Entries for the key-value cache (cache.py, pages.py). Included by _core.pyx.
+# Entries for the key-value cache (cache/kv_cache.py, cache/pages.py). Included by _core.pyx.
 #
 # Page c of an item holds its tokens c * page_keys ... for all key heads: keys as (head, page_keys / 16, width, 16),
 # then values as (head, page_keys, value_width). A page of 256 tokens is a chunk of the pass, so the pass takes a page's

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from .attention import OPTIONS
-from .call import as_array
-from .integers import index
-from .masks import _FAR, _check_causal, _per_item
-from .rotary import ROTARY_OPTIONS
+from ..arguments import index
+from ..attention import OPTIONS
+from ..call import as_array
+from ..masks import _FAR, _check_causal, _per_item
+from ..positions.rotary import ROTARY_OPTIONS
 
 if TYPE_CHECKING:
-    from .cache import KVCache
+    from .kv_cache import KVCache
 
 Array = NDArray[Any]
 Index = NDArray[np.intp]

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from .cache import KVCache
+    from .kv_cache import KVCache
 
 Index = NDArray[np.intp]
 

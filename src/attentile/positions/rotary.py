@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from . import config, reference_angles
-from .call import as_array, check_out, promoted, ready
-from .integers import index
-from .rotary_scaling import (
+from ..arguments import index
+from ..call import as_array, check_out, promoted, ready
+from ..core import twin_angles
+from ..runtime import config
+from .scaling import (
     DEFAULT_BASE,
     Frequencies,
     counted_length,
@@ -294,7 +295,7 @@ def _rotate_half(x: Array, out: Array, run: Callable[..., None], turn: Turn, pla
 def _rotate(x: Array, out: Array, compute: np.dtype[Any], turn: Turn, places: Places) -> None:
     """Non-empty x turned into out, both of any layout; out has the dtype of the result."""
     core, threads = config.core(), config.threads_for(None, "rotary_embedding")
-    run: Callable[..., None] = core.rotate if core is not None else reference_angles.rotate
+    run: Callable[..., None] = core.rotate if core is not None else twin_angles.rotate
     plain = x.ndim == 4 and out.dtype is x.dtype is compute and x.flags.c_contiguous and out.flags.c_contiguous
     if plain and x.flags.aligned and out.flags.aligned and (x is out or not np.may_share_memory(x, out)):
         # One token of 32 heads takes less than the questions below.

@@ -201,7 +201,7 @@ cdef int rotate_typed(Rotary *job, const real[:, :, :, :] x, real[:, :, :, :] y)
 def rotate(x, y, Py_ssize_t pairs, bint neighbours, positions, long long first, high, low, cosines, sines,
            double cosine_factor, double sine_factor, int threads):
     """Turns non-empty x (B, H, L, D) into y, both float32 or float64 with the last axis contiguous, aligned, native; y
-    may be x. See rotary.py, which checks.
+    may be x. See positions/rotary.py, which checks.
 
     positions: (1 or B, L) int64, or None for first, first + 1, ... Either high + low, (pairs,) float64, the quarter
     turns per position, or cosines and sines (n, pairs), float32 or float64, last axis contiguous, for positions from

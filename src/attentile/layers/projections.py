@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .call import rounded
+from ..call import rounded
 
 Array = NDArray[Any]
 

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from . import config
-from .attention import AttentionResult, attention, finish
-from .call import _mask, prepare, promoted
-from .rotary import rotary_embedding
-from .rotary_scaling import depends_on_length
+from ..attention import AttentionResult, attention, finish
+from ..call import _mask, prepare, promoted
+from ..positions.rotary import rotary_embedding
+from ..positions.scaling import depends_on_length
+from ..runtime import config
 
 if TYPE_CHECKING:
-    from .cache import KVCache
+    from .kv_cache import KVCache
 
 Array = NDArray[Any]
 Index = NDArray[np.intp]
@@ -26,7 +26,7 @@ _UNUSED: dict[str, Any] = dict.fromkeys(
 
 
 def attend_stored(cache: KVCache, q: Array, options: dict[str, Any]) -> Array | AttentionResult:
-    """q (rotated) over what the cache holds. options: as cache_checks.place() gives them."""
+    """q (rotated) over what the cache holds. options: as checks.place() gives them."""
     n = cache.length
     options = options | {"window": cache.window} if cache.window is not None else dict(options)
     if (options["key_lengths"] == n).all():

@@ -33,11 +33,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .attention import AttentionResult, Window
-from .attention import attention as _fused
-from .integers import real
-from .masks import structure
-from .onnx_operators import rotary_embedding, tensor_scatter
+from ..arguments import real
+from ..attention import AttentionResult, Window
+from ..attention import attention as _fused
+from ..masks import structure
+from .operators import rotary_embedding, tensor_scatter
 
 __all__ = ["AttentionOutputs", "attention", "operators", "rotary_embedding", "tensor_scatter"]
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .attention import Causal, Segments, Window
-from .call import named_in_errors
-from .masks import Structure, positive_index, structure
+from ..attention import Causal, Segments, Window
+from ..call import named_in_errors
+from ..masks import Structure, positive_index, structure
 
 Array = NDArray[Any]
 

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from . import config, reference
-from .call import Call, attend, execute, named_in_errors, prepare
-from .masks import positive_index
+from ..call import Call, attend, execute, named_in_errors, prepare
+from ..core import twin
+from ..masks import positive_index
+from ..runtime import config
 
 Array = NDArray[Any]
 
@@ -123,7 +124,7 @@ def attention_stats(
     chosen = _chosen_rows(rows, call.q.shape[-2]) if "rows" in wanted else None
     out, lse = np.empty(call.shape, call.compute), np.empty(call.shape[:-1], call.compute)
     state = np.empty((*call.shape[:-1], 2), call.compute)  # largest score and sum of exp, as the core leaves them
-    backend = config.core() or reference  # whose unit the state has
+    backend = config.core() or twin  # whose unit the state has
     attend(
         call.q, call.k, call.v, out, call.scale, call.threads, mask=call.mask, lse=lse, backend=backend,
         named={**call.named(), "state": state}, **call.options,

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from .cache_checks import check_capacity
-from .call import ready
+from ..call import ready
+from .checks import check_capacity
 
 if TYPE_CHECKING:
-    from .cache import KVCache
+    from .kv_cache import KVCache
 
 Array = NDArray[Any]
 File = str | os.PathLike[str] | BinaryIO

@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
-from .integers import index
+from ..arguments import index
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 _core: ModuleType | None
 try:
-    from . import _core as _compiled
+    from ..core import _core as _compiled
 except ImportError:
     from importlib.util import find_spec
 
     # A core that was built and cannot be loaded is an error: falling back would be a silent slow path.
-    if find_spec(f"{__package__}._core") is not None and os.environ.get("ATTENTILE_BACKEND") != "numpy":
+    if find_spec("attentile.core._core") is not None and os.environ.get("ATTENTILE_BACKEND") != "numpy":
         raise
     _core, _core_missing = None, "not built in this installation"
 else:

@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .attention import OPTIONS, AttentionResult, attention
-from .cache import KVCache
-from .cache_attend import row_positions
-from .cache_checks import between, copied, rotary_options
-from .cache_undo import attempt
-from .call import as_array, check_out, check_scale, promoted, rounded
-from .masks import positive_index
+from ..attention import OPTIONS, AttentionResult, attention
+from ..cache import KVCache
+from ..cache.attend import row_positions
+from ..cache.checks import between, copied, rotary_options
+from ..cache.undo import attempt
+from ..call import as_array, check_out, check_scale, promoted, rounded
+from ..masks import positive_index
+from ..positions.rotary import rotary_embedding, rotate_items, same_rotation
 from .projections import NAME, Projections, matrix, times, vector, width_per_head
-from .rotary import rotary_embedding, rotate_items, same_rotation
 
 Array = NDArray[Any]
 

@@ -1,6 +1,6 @@
 """KVCache: the keys and values of the tokens so far, in pages (pages.py), and attention over them.
 
-Only `_write`, which puts tokens into the pages, and cache_attend.py, which runs attention over what is held, know what
+Only `_write`, which puts tokens into the pages, and attend.py, which runs attention over what is held, know what
 computes; for the commonest calls the core holds a view of the arrays. Everything else is bookkeeping on three arrays,
 one entry per batch item: the pages, the length, and `held_from`.
 
@@ -18,15 +18,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from . import cache_checks as checks
-from . import cache_file, config
-from .attention import AttentionResult
-from .cache_attend import attend_stored, query_positions, row_positions, turned
-from .cache_file import File
-from .call import as_array, named_in_errors, promoted, ready
-from .merge import merge_attention
+from ..attention import AttentionResult
+from ..call import as_array, named_in_errors, promoted, ready
+from ..merge import merge_attention
+from ..positions.rotary import rotate_items
+from ..runtime import config
+from . import checks
+from . import file as cache_file
+from .attend import attend_stored, query_positions, row_positions, turned
+from .file import File
 from .pages import PAGE_KEYS, PANEL, PagePool, PageTable, addresses_in
-from .rotary import rotate_items
 
 __all__ = ["KVCache", "merge_attention"]
 
@@ -202,7 +203,7 @@ class KVCache:
         self._append(k, v, lengths)
 
     def _append(self, k: ArrayLike, v: ArrayLike, lengths: ArrayLike | None, keep: bool = False) -> None:
-        """keep: pages that the window drops stay, for cache_undo.py."""
+        """keep: pages that the window drops stay, for undo.py."""
         view = self._made
         if view is not None and lengths is None and config.active is not None:
             given = k if self._rotary is None else turned(self, k, 0)

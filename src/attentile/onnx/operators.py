@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .integers import index
-from .rotary import rotary_embedding as _rotary
+from ..arguments import index
+from ..positions.rotary import rotary_embedding as _rotary
 
 Array = NDArray[Any]
 

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from . import config
-from .attention import OPTIONS, _target
-from .call import Call, _run, check_out, nothing_to_compute, one_column, prepare, with_lead
+from ..attention import OPTIONS, _target
+from ..call import Call, _run, check_out, nothing_to_compute, one_column, prepare, with_lead
+from ..runtime import config
 
 Array = NDArray[Any]
 

@@ -1,5 +1,6 @@
 /* Which ISAs this build has, and which of them this processor and operating system can run. The list is ordered best
- * first; the choice itself (first supported, or the forced one) is made in config.py, where it can be explained. */
+ * first; the choice itself (first supported, or the forced one) is made in runtime/config.py, where it can be
+ * explained. */
 #include "kernels.h"
 
 #if defined(__x86_64__) || defined(_M_X64)

@@ -197,7 +197,7 @@ cdef int stats_typed(const real[:, :, :, :] q, const real[:, :, :, :] k, double 
 def stats(q, k, state, double scale, int threads, *, mask=None, bias=None, lo=None, hi=None, double softcap=0,
           slopes=None, start=None, entropy=None, largest=None, received=None, top_weights=None, top_keys=None,
           rows=None, chosen=None):
-    """Second pass over non-empty arrays as attend() takes them, with the state of the first (see stats.py).
+    """Second pass over non-empty arrays as attend() takes them, with the state of the first (see inspection/stats.py).
 
     entropy, largest (B, Hq, L), received (B, Hq, S) zeroed, top_weights zeroed and top_keys filled with -1
     (B, Hq, L, k), rows (B, Hq, n, S) zeroed with chosen (L,): index into rows, or -1.

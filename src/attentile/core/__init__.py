@@ -1,0 +1,1 @@
+"""The arithmetic: the compiled core, and its twin in plain NumPy."""

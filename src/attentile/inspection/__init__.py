@@ -1,0 +1,1 @@
+"""What a call will do, which keys it reads, and what its weights look like."""

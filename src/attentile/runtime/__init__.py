@@ -1,0 +1,1 @@
+"""What runs: backend, instruction set, threads."""
