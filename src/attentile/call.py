@@ -21,13 +21,11 @@ from numpy.typing import NDArray
 
 from .arguments import real
 from .core import twin
+from .core.constants import LOG2E
 from .masks import Structure, structure
 from .runtime import config
 
 Array = NDArray[Any]
-
-
-LOG2E = 1.4426950408889634
 
 # ---- dtypes ----
 

@@ -16,11 +16,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..attention import OPTIONS, _target
 from ..call import Call, _run, check_out, nothing_to_compute, one_column, prepare, with_lead
+from ..core.constants import CHUNK, WORD
 from ..runtime import config
 
 Array = NDArray[Any]
-
-CHUNK, WORD = 256, 32  # AT_CHUNK and AT_WORD of kernels.h
 
 
 @dataclass(frozen=True, eq=False)  # eq: half the time of making the class, at every import

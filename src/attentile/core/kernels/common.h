@@ -26,7 +26,6 @@ INLINE void at_fetch(const at_ahead* ahead, ptrdiff_t j, ptrdiff_t n, ptrdiff_t 
 }
 
 #define MAX_TILE 14 /* keys in the longest tile of any ISA */
-#define LOG2E 1.4426950408889634074
 
 #define UP_TO_2(M, V) M(V, 1) M(V, 2)
 #define UP_TO_4(M, V) M(V, 1) M(V, 2) M(V, 3) M(V, 4)

@@ -49,6 +49,8 @@ _Static_assert(sizeof(void*) == 8, "the core is for processors of 64 bits");
 #endif
 #define AT_PANEL 16    /* keys per panel, the layout of stored keys: panel[d][AT_PANEL] */
 #define AT_FEW_KEYS 64 /* keys that few_scores brings into panels at once */
+#define AT_LOG2E 1.4426950408889634074
+#define AT_LN2 0.69314718055994530942
 
 /* Rows that are needed soon and lie outside the core's caches: `bytes` from rows[r] + offset on, or from data + r * stride
  * where rows is NULL. Their way from L3 or memory hides behind the scores, if it is spread over their tiles; as one burst it
