@@ -114,7 +114,8 @@ INLINE f64v_vec f64v_upper_half(f64v_vec x) {
 }
 /* a * b - ab, exact without FMA (Dekker). */
 INLINE f64v_vec f64v_product_error(f64v_vec a, f64v_vec b, f64v_vec ab) {
-    const f64v_vec a1 = f64v_upper_half(a), a2 = a - a1, b1 = f64v_upper_half(b), b2 = b - b1;
+    const f64v_vec a1 = f64v_upper_half(a), a2 = a - a1;
+    const f64v_vec b1 = f64v_upper_half(b), b2 = b - b1;
     return a2 * b2 - (((ab - a1 * b1) - a2 * b1) - a1 * b2);
 }
 INLINE f64v_vec f64v_swap_pairs(f64v_vec x) { return (f64v_vec){x[1], x[0]}; }
