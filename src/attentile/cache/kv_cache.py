@@ -19,8 +19,9 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from ..arguments import as_array, named_in_errors
-from ..outputs import AttentionResult
+from ..core.constants import CHUNK, PANEL
 from ..merge import merge_attention
+from ..outputs import AttentionResult
 from ..positions.rotary import rotate_items
 from ..runtime import backend
 from ..runtime.threads import current_threads, threads_for
@@ -29,7 +30,7 @@ from . import checks
 from . import file as cache_file
 from .attend import attend_stored, query_positions, row_positions, turned
 from .file import File
-from .pages import PAGE_KEYS, PANEL, PagePool, PageTable, addresses_in
+from .pages import PagePool, PageTable, addresses_in
 
 __all__ = ["KVCache", "merge_attention"]
 
@@ -128,9 +129,9 @@ class KVCache:
             raise ValueError(
                 f"KVCache: sinks={self.sinks} keeps first tokens beside a window; give window=(left, 0) too"
             )
-        size = PAGE_KEYS  # a chunk of the pass; a small cache has one smaller page for each item
+        size = CHUNK  # a chunk of the pass; a small cache has one smaller page for each item
         if self.capacity is not None and self.window is None:
-            size = min(PAGE_KEYS, -(-self.capacity // PANEL) * PANEL)
+            size = min(CHUNK, -(-self.capacity // PANEL) * PANEL)
         pages = checks.pages_per_item(self, batch, size)
         self._rotary = checks.rotary_options("KVCache", rotary)
         if self._rotary is not None:  # its own checks, before anything is stored

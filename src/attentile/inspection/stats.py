@@ -12,7 +12,7 @@ from ..arguments import named_in_errors, positive_index, unknown_option
 from ..outputs import AttentionResult, Outputs
 from ..runtime import backend
 from ..runtime.threads import threads_for
-from ..scores import SCORE_OPTIONS, Scores, ScoreOptions, checked
+from ..scores import SCORE_OPTIONS, ScoreOptions, Scores, checked
 
 Array = NDArray[Any]
 

@@ -10,11 +10,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..arguments import as_array, check_out, check_scale, positive_index
 from ..attention import OPTIONS, attention
-from ..outputs import AttentionResult
 from ..cache import KVCache
 from ..cache.attend import row_positions
 from ..cache.checks import between, copied, rotary_options
 from ..cache.undo import attempt
+from ..outputs import AttentionResult
 from ..positions.rotary import rotary_embedding, rotate_items, same_rotation
 from ..storage import promoted, rounded
 from .projections import NAME, Projections, matrix, times, vector, width_per_head
