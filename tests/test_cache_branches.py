@@ -304,7 +304,7 @@ def assert_pages_kept(*caches: KVCache) -> None:
 
 CHANGES = {
     "append": lambda cache, k: cache.append(k, k),
-    "truncate": lambda cache, k: cache.truncate(cache.length - 9),
+    "truncate": lambda cache, k: cache.truncate(cache.length - 90),
     "reorder": lambda cache, k: cache.reorder([1, 1]),
     "fork": lambda cache, k: cache.fork(),
 }

@@ -159,7 +159,7 @@ def test_a_change_that_is_broken_off_leaves_no_stale_view(monkeypatch, moment):
     k, v, q = (rng.standard_normal((1, 1, n, 8)).astype("f4") for n in (600, 600, 1))
     cache = KVCache(1, 1, 8, window=(4, 0))
     cache.append(k[:, :, :500], v[:, :, :500])
-    cache.append(k[:, :, 500:505], v[:, :, 500:505])
+    cache.append(k[:, :, 500:515], v[:, :, 500:515])
     pages = cache._pages
     if moment == "write":
         monkeypatch.setattr(KVCache, "_write", raise_broken)

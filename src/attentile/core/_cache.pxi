@@ -241,6 +241,7 @@ cdef int place_in_cache(Call *call, CacheView view) except -1:
     cdef Py_ssize_t b
     if view.left >= 0 and call.windowed:
         return 0
+    fold_batch(&call.batch, &job.batch)         # from here on integers can be read item by item
     for b in range(view.lengths.shape[0]):
         if integer_of(&structure.lengths, b, 0) > view.lengths[b]:
             return 0
@@ -270,6 +271,7 @@ cdef int take_window_of(Job *job, CacheView view) except -1:
     if view.left < 0:
         return 1
     structure.left = view.left
+    structure.right = 0
     structure.kept = view.kept
     structure.mask_in_rows = structure.mask_in_rows and view.kept == 0
     for b in range(view.lengths.shape[0]):
