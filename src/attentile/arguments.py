@@ -150,7 +150,7 @@ def as_array(function: str, name: str, value: Any) -> Array:
     return np.asarray(value)
 
 
-def as_floating(function: str, name: str, value: Any, wanted: str = "it must be floating") -> Array:
+def as_floating(function: str, name: str, value: Any, wanted: str) -> Array:
     """np.asarray of floating numbers, bfloat16 too."""
     array = np.asarray(value)
     if not is_floating(array.dtype):

@@ -119,14 +119,6 @@ def _inputs(Q: Any, K: Any, V: Any, q_heads: int | None, kv_heads: int | None) -
     return q, k, v
 
 
-def _joined(name: str, past: Any, new: Array) -> Array:
-    past = np.asarray(past)
-    if past.ndim != 4 or past.shape[:2] != new.shape[:2] or past.shape[3] != new.shape[3]:
-        batch, heads, _, width = new.shape
-        raise ValueError(f"{_NAME}: {name} has shape {past.shape}; it must be ({batch}, {heads}, past length, {width})")
-    return np.concatenate((past, new), axis=2, dtype=new.dtype)
-
-
 def _with_past(k: Array, v: Array, past_key: Any, past_value: Any, lengths: Any) -> tuple[int, Array, Array]:
     """(past length, past and new keys, past and new values)."""
     if (past_key is None) != (past_value is None):
@@ -135,8 +127,14 @@ def _with_past(k: Array, v: Array, past_key: Any, past_value: Any, lengths: Any)
         return 0, k, v
     if lengths is not None:
         raise ValueError(f"{_NAME}: nonpad_kv_seqlen can't be combined with past_key and past_value")
-    keys, values = _joined("past_key", past_key, k), _joined("past_value", past_value, v)
-    return keys.shape[2] - k.shape[2], keys, values
+    joined = []
+    for name, given, new in (("past_key", past_key, k), ("past_value", past_value, v)):
+        past, (batch, heads, _, width) = np.asarray(given), new.shape
+        if past.ndim != 4 or (*past.shape[:2], past.shape[3]) != (batch, heads, width):
+            wanted = f"({batch}, {heads}, past length, {width})"
+            raise ValueError(f"{_NAME}: {name} has shape {past.shape}; it must be {wanted}")
+        joined.append(np.concatenate((past, new), axis=2, dtype=new.dtype))
+    return joined[0].shape[2] - k.shape[2], joined[0], joined[1]
 
 
 def _places(
@@ -185,11 +183,10 @@ def _scores(q: Array, k: Array, scale: float | None, softcap: float) -> Array:
     group = heads // max(k.shape[1], 1)
     with np.errstate(all="ignore"):
         grouped = (q.astype(dtype, copy=False) * factor).reshape(batch, k.shape[1], group, queries, width)
-        scores = grouped @ k.astype(dtype, copy=False)[:, :, None].swapaxes(-1, -2)
+        scores: Array = grouped @ k.astype(dtype, copy=False)[:, :, None].swapaxes(-1, -2)
         if softcap:
             scores = cap * np.tanh(scores / cap)
-    full: Array = scores.reshape(batch, heads, queries, k.shape[2])
-    return full
+    return scores.reshape(batch, heads, queries, k.shape[2])
 
 
 def _add_masks(scores: Array, mask: Array | None, reach: int, places: dict[str, Any]) -> None:

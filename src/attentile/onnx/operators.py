@@ -25,16 +25,6 @@ Array = NDArray[Any]
 _ROTARY, _SCATTER = "onnx.rotary_embedding", "onnx.tensor_scatter"  # in errors
 
 
-def _rotated(rotary_embedding_dim: int, width: int) -> int:
-    dim = rotary_embedding_dim or width
-    if not 0 < dim <= width or dim % 2:
-        name = "rotary_embedding_dim" if rotary_embedding_dim else "the head size"
-        raise ValueError(
-            f"{_ROTARY}: {name} is {dim}; the rotated part must be even, positive and at most {width}, the head size"
-        )
-    return dim
-
-
 def _caches(cos: Array, sin: Array, position_ids: Any, batch: int, rows: int, half: int) -> tuple[Array, Array, Array]:
     """The caches as tables of two axes, and which of their rows each token uses, (batch, rows)."""
     expected = f"({batch}, {rows}, {half})" if position_ids is None else f"(positions, {half})"
@@ -126,7 +116,12 @@ def rotary_embedding(
         num_heads = None
     x = split_heads(_ROTARY, "X", given, "num_heads", num_heads, "a 3-D X")
     batch, heads, rows, width = x.shape
-    dim = _rotated(rotary_embedding_dim, width)
+    dim = rotary_embedding_dim or width
+    if not 0 < dim <= width or dim % 2:
+        name = "rotary_embedding_dim" if rotary_embedding_dim else "the head size"
+        raise ValueError(
+            f"{_ROTARY}: {name} is {dim}; the rotated part must be even, positive and at most {width}, the head size"
+        )
     cos, sin, places = _caches(cos, sin, position_ids, batch, rows, dim // 2)
     dtype = x.dtype.newbyteorder("=")
     out: Array = np.empty(x.shape, dtype)
@@ -163,14 +158,15 @@ def _write_starts(write_indices: Any, batch: int, size: int, new: int, mode: str
     if write_indices is None:
         return [0] * batch
     indices = integers(_SCATTER, "write_indices", write_indices, (batch,), "batch item")
+    starts: list[int] = indices.tolist()
     if mode == "circular":
-        return [int(start) % size if size else 0 for start in indices.tolist()]
+        return [start % size if size else 0 for start in starts]
     if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) <= size - new:
         raise ValueError(
             f"{_SCATTER}: write_indices run from {indices.min()} to {indices.max()}; in linear mode they must "
             f"lie between 0 and {size - new}, so that {new} entries fit into {size} (mode='circular' wraps around)"
         )
-    return [int(start) for start in indices.tolist()]
+    return starts
 
 
 def tensor_scatter(

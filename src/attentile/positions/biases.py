@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..arguments import integer, positive_index
-from ..storage import is_floating
+from ..arguments import as_floating, integer, positive_index
 
 Array = NDArray[Any]
 
@@ -65,13 +64,9 @@ def _sizes(function: str, queries: Any, keys: Any, q_start: Any) -> tuple[int, i
 
 def _table(function: str, table: Any, axes: str) -> Array:
     """The table in float32 or float64: what attention() computes in, so that it need not convert (L, S) numbers."""
-    array = np.asarray(table)
+    array = as_floating(function, "table", table, "it must be floating (.astype(np.float32) makes one)")
     if array.ndim != 2:
         raise ValueError(f"{function}: table has shape {array.shape}; it must have two axes, {axes}")
-    if not is_floating(array.dtype):
-        raise TypeError(
-            f"{function}: table has dtype {array.dtype}; it must be floating (.astype(np.float32) makes one)"
-        )
     return array.astype(np.float64 if array.dtype.itemsize > 4 else np.float32, copy=False)
 
 
