@@ -33,6 +33,12 @@ def attend(scores: Scores, v: Array, outputs: Outputs, threads: int) -> None:
         _backend(scores).attend(scores, v, outputs, threads)
 
 
+def explain(scores: Scores, v: Array, out: Array | None, with_weights: bool, threads: int) -> dict[str, int]:
+    """What attend() would do, in numbers; no axis is empty. out: the array it would write, None for a new one."""
+    found: dict[str, int] = _backend(scores).explain(scores, v, out, with_weights, threads)
+    return found
+
+
 def stats(scores: Scores, v: Array, m: Array, l: Array, found: Any, threads: int) -> None:  # noqa: E741
     """Fills the statistics that are wanted, from the m and l that a first pass has left."""
     if not scores.empty:
