@@ -1,9 +1,8 @@
-/* Tiles that do nothing, for who only counts what a pass would do (_count.pxi): those that give a chunk its scores. They
- * have the lanes and the element size of the tiles that they stand for. */
+/* Tiles that do nothing, for a run that only counts what the pass would do (_count.pxi). It needs the ones that give a
+ * chunk its scores; the others stay NULL. */
 #include "kernels.h"
 
-/* Only what a caller hands over is of interest here, and not even that. */
-#pragma GCC diagnostic ignored "-Wunused-parameter"
+#pragma GCC diagnostic ignored "-Wunused-parameter" /* that is what they are here for */
 
 static void scores(void* st, void* running_max, const void* qt, const char* k, ptrdiff_t k_stride, ptrdiff_t k_step,
                    ptrdiff_t width, ptrdiff_t keys, const at_ahead* ahead, int n_ahead) {}
