@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import attentile as at
-from attentile.runtime import config
+from attentile.runtime import backend
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def candidates(case: Case, threads: int) -> dict[str, dict[str, Callable[[], obj
     q = rng.random((1, case.heads, 1, case.width), np.float32) - np.float32(0.5)
     cache = at.KVCache(1, case.kv_heads, case.width, case.keys)  # with a capacity, its pages are one piece of memory
     cache.append(*both)
-    core, pool = config.core(), cache._pages.pool
+    core, pool = backend.active, cache._pages.pool
     if core is None:
         raise SystemExit("bandwidth.py measures the compiled core, and there is none")
     if not np.array_equal(cache.attend(q), at.attention(q, *both)):

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from numpy.testing import assert_array_equal
 
 from attentile import KVCache, use_backend
-from attentile.runtime import config
+from attentile.runtime import backend
 
 HEADS, Q_HEADS, WIDTH, VALUE_WIDTH = 2, 4, 3, 2
 # Around a panel, the smallest page and a page.
@@ -31,7 +31,7 @@ class CacheMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.restore = use_backend(self.backend) if self.backend else None
-        self.impl = config.active.get_isa() if config.active is not None else "reference"
+        self.impl = backend.active.get_isa() if backend.active is not None else "reference"
         self.seed = 0
         self.lives: list[tuple[KVCache, Model]] = []
 

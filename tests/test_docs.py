@@ -23,7 +23,7 @@ from oracle import allowed_keys
 
 import attentile
 import attentile.onnx
-from attentile.runtime import config
+from attentile.runtime import backend
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -68,7 +68,7 @@ def test_code_runs(page):
     fences = list(FENCE.finditer(text))
     assert text.count("\n```") + text.startswith("```") == 2 * len(fences), "a fence is not closed"
     assert {fence[1] for fence in fences} <= {"python", "console", *DIRECTIVES}
-    if any(fence[1] == "python" for fence in fences) and config.core() is None:
+    if any(fence[1] == "python" for fence in fences) and backend.active is None:
         pytest.skip("the pages show the compiled kernels, and they are not in use")
     session = doctest.DocTestParser().get_doctest(code(text, "python"), {}, page_id(page), str(page), 0)
     written = [line for line in code(text, "python").splitlines() if line]
@@ -373,7 +373,7 @@ def test_performance_page_of_what_was_measured(measured, tmp_path):
     assert f"| {bench['gbytes_per_second']:.1f} | {' | '.join(times)} | {bench['speedup']:.2f} |" in text
     benchmarks = json.loads(measured["suite"].read_text())["benchmarks"]
     medians = {one["extra_info"]["backend"]: one["stats"]["median"] for one in benchmarks if "tiny-32" in one["group"]}
-    if config.core() is not None:
+    if backend.active is not None:
         times = [performance._number(medians[name] * 1e3) for name in ("compiled", "formula", "numpy")]
         speedup = min(medians["formula"], medians["numpy"]) / medians["compiled"]
         assert f"| {' | '.join(times)} | {speedup:.2f} |" in text
@@ -395,7 +395,7 @@ def test_performance_page_of_files_without_the_formula(measured, tmp_path):
     medians = {
         one["extra_info"]["backend"]: one["stats"]["median"] for one in suite["benchmarks"] if "tiny-32" in one["group"]
     }
-    if config.core() is not None:
+    if backend.active is not None:
         twin, speedup = performance._number(medians["numpy"] * 1e3), medians["numpy"] / medians["compiled"]
         assert f"| {performance._number(medians['compiled'] * 1e3)} | – | {twin} | {speedup:.2f} |" in text
 

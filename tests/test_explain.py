@@ -12,7 +12,7 @@ import pytest
 from oracle import allowed_keys
 
 from attentile import attention, attention_partial, draw_mask, explain, relative_bias, use_backend
-from attentile.runtime import config
+from attentile.runtime import backend
 
 RNG = np.random.default_rng(70)
 # Per vector (float32, float64), and vectors per block.
@@ -136,7 +136,7 @@ def test_what_changes_scores_changes_no_count(compiled, queries):
 
 
 def test_lanes_are_those_of_the_kernels(compiled):
-    core = config.core()
+    core = backend.active
     fmas = 24  # AT_PEAK_FMAS
     for isa, there in core.isas().items():
         if there:
@@ -225,7 +225,7 @@ def variants():
     ("name", "qkv", "options", "converted"), list(variants()), ids=lambda x: x if isinstance(x, str) else ""
 )
 def test_path_is_the_one_that_runs(compiled, name, qkv, options, converted):
-    ran = config.core().attention(*qkv, options, 1) is not None
+    ran = backend.active.attention(*qkv, options, 1) is not None
     found = explain(*qkv, **options)
     assert (found.path == "compiled") == ran == (not converted), found.why_path
     if converted and name != "empty":

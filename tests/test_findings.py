@@ -12,7 +12,7 @@ from test_config import config_of, write
 
 from attentile import KVCache, attention, rotary_embedding
 from attentile.positions import rotary
-from attentile.runtime import config
+from attentile.runtime import backend, threads
 
 
 def misaligned(array: Any) -> Any:
@@ -28,10 +28,12 @@ class Spy:
     """Stands in for the core and keeps the arguments of rotate()."""
 
     def __init__(self, core: Any) -> None:
-        self.core, self.arrays = core, []
+        self.core = core
+        self.arrays: list[Any] = []
 
     def rotate(self, *arguments: Any) -> None:
-        self.arrays += [x for x in arguments if isinstance(x, np.ndarray)]
+        turn = arguments[2]
+        self.arrays += [x for x in (*arguments, *turn) if isinstance(x, np.ndarray)]
         self.core.rotate(*arguments)
 
 
@@ -46,8 +48,8 @@ def test_the_core_gets_no_misaligned_table(compiled, monkeypatch, what):
     if what == "inverse":
         options["inverse"] = True
     want = rotary_embedding(x, **options)
-    spy = Spy(config.core())
-    monkeypatch.setattr(config, "active", spy)
+    spy = Spy(backend.active)
+    monkeypatch.setattr(backend, "active", spy)
     moved = {name: misaligned(value) if isinstance(value, np.ndarray) else value for name, value in options.items()}
     np.testing.assert_array_equal(rotary_embedding(x, **moved), want)
     assert len(spy.arrays) >= 3
@@ -98,7 +100,7 @@ def test_cgroup_files_of_every_kind(tmp_path, content, want):
     write(tmp_path / "sys/fs/cgroup/cpuacct,cpu/b/cpu.cfs_period_us", "100000\n")
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_bytes(content)
-    assert config._cgroup_quota(tmp_path) == want
+    assert threads._cgroup_quota(tmp_path) == want
 
 
 @pytest.mark.parametrize(
@@ -107,13 +109,13 @@ def test_cgroup_files_of_every_kind(tmp_path, content, want):
 def test_a_quota_that_makes_no_sense_is_none(tmp_path, text):
     write(tmp_path / "proc/self/cgroup", "0::/a\n")
     write(tmp_path / "sys/fs/cgroup/a/cpu.max", text)
-    assert config._cgroup_quota(tmp_path) is None
+    assert threads._cgroup_quota(tmp_path) is None
 
 
 def test_a_hybrid_mount_of_version_2(tmp_path):
     write(tmp_path / "proc/self/cgroup", "0::/a\n")
     write(tmp_path / "sys/fs/cgroup/unified/a/cpu.max", "150000 100000")
-    assert config._cgroup_quota(tmp_path) == 1.5
+    assert threads._cgroup_quota(tmp_path) == 1.5
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system can't fork")

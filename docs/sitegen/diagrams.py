@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from attentile.cache.pages import PANEL
-from attentile.inspection.explain import CHUNK
+from attentile.core.constants import CHUNK, PANEL
 
 from .svg import Drawing
 

@@ -13,8 +13,10 @@ from .merge import merge_attention
 from .outputs import AttentionResult
 from .partial import Partial
 from .positions import alibi_slopes, positional_encoding, relative_bias, rotary_embedding, t5_bias, t5_buckets
-from .runtime.config import get_num_threads, num_threads, set_num_threads, show_config, use_backend
+from .runtime.backend import use_backend
+from .runtime.config import show_config
 from .runtime.threadpools import introduce as _introduce
+from .runtime.threads import get_num_threads, num_threads, set_num_threads
 from .textbook import causal_attention, multi_head_attention, self_attention
 
 __all__ = [

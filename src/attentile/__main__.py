@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 import attentile as at
 
 from . import speed
-from .runtime import config
+from .runtime import backend
 
 Array = NDArray[Any]
 
@@ -53,7 +53,7 @@ def demonstrate() -> None:
 
 def self_check() -> bool:
     """The kernels in use against the NumPy twin, over sizes around the tile edges and every kind of mask."""
-    if config.core() is None:
+    if backend.active is None:
         print("\nself-check: the NumPy backend is in use, nothing to compare")
         return True
     rng, worst, cases = np.random.default_rng(1), 0.0, 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from numbers import Real
 from typing import Any
@@ -30,11 +30,11 @@ def named_in_errors(function: str) -> Iterator[None]:
         raise type(error)(function + text.removeprefix("attention")) from None
 
 
-def unknown_option(function: str, options: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Refuses keyword arguments that a function does not have, as Python itself does."""
-    for name in options:
-        if name not in known:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+def unknown_option(function: str, options: Mapping[str, Any], known: Set[str]) -> None:
+    """Refuses keyword arguments that a function does not have."""
+    unknown = options.keys() - known
+    if unknown:
+        raise TypeError(f"{function}: unexpected keyword argument {min(unknown)!r}")
 
 
 # ---- numbers ----

@@ -15,7 +15,8 @@ from numpy.typing import ArrayLike, NDArray
 from .arguments import named_in_errors, unknown_option
 from .outputs import AttentionResult, Outputs
 from .partial import Partial
-from .runtime import backend, config
+from .runtime import backend
+from .runtime.threads import current_threads, threads_for
 from .scores import SCORE_OPTIONS, ScoreOptions, checked
 from .storage import half_dtype, rounded
 
@@ -189,9 +190,9 @@ def attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -> Array
     >>> result.weights[1, 0, 0].round(3)  # item 1 has two valid keys
     array([0.499, 0.501, 0.   , 0.   , 0.   , 0.   ], dtype=float32)
     """
-    core = config.active
+    core = backend.active
     if core is not None:
-        found = core.attention(q, k, v, options, config.current_threads())
+        found = core.attention(q, k, v, options, current_threads())
         if found is not None:
             return AttentionResult(*found) if type(found) is tuple else found
     return _converted(q, k, v, options)
@@ -199,17 +200,17 @@ def attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -> Array
 
 def _converted(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Array | AttentionResult:
     """attention() of values that the core does not take as they are."""
-    unknown_option("attention", options, OPTIONS)
+    unknown_option("attention", options, OPTIONS.keys())
     half = half_dtype(q, k, v)
-    if half is not None and config.active is not None and options.get("out") is None:
+    if half is not None and backend.active is not None and options.get("out") is None:
         widened = (rounded(array, np.dtype(np.float32)) for array in (q, k, v))
-        found = config.active.attention(*widened, options, config.current_threads())
+        found = backend.active.attention(*widened, options, current_threads())
         if type(found) is tuple:
             out, lse, weights = found
             return AttentionResult(rounded(out, half), lse, None if weights is None else rounded(weights, half))
         if found is not None:
             return rounded(found, half)
-    threads = config.threads_for(options.get("num_threads"), "attention")
+    threads = threads_for(options.get("num_threads"), "attention")
     scores, v = checked(q, k, v, options)
     outputs = Outputs(scores, v.shape[-1])
     outputs.want_out(options.get("out"), (scores.q, scores.k, v, scores.mask, scores.bias, *(scores.before or ())))
@@ -258,13 +259,13 @@ def attention_partial(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) 
     >>> np.allclose(merge_attention(parts).out, attention(q, k, v))
     True
     """
-    core = config.active
+    core = backend.active
     if core is not None and "sinks" not in options:
-        found = core.partial(q, k, v, options, config.current_threads())
+        found = core.partial(q, k, v, options, current_threads())
         if found is not None:
             return Partial(*found)
-    unknown_option("attention_partial", options, _PARTIAL_OPTIONS)
-    threads = config.threads_for(options.get("num_threads"), "attention_partial")
+    unknown_option("attention_partial", options, _PARTIAL_OPTIONS.keys())
+    threads = threads_for(options.get("num_threads"), "attention_partial")
     with named_in_errors("attention_partial"):
         scores, v = checked(q, k, v, options)
     outputs = Outputs(scores, v.shape[-1])

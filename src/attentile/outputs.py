@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .arguments import check_out
+from .core.constants import LOG2E
 from .partial import Partial
-from .scores import LOG2E, Scores
+from .scores import Scores
 from .storage import rounded
 
 Array = NDArray[Any]

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[Any]
+from .core.constants import LOG2E
 
-LN2 = 0.6931471805599453
+Array = NDArray[Any]
 
 
 class Partial(NamedTuple):
@@ -57,7 +57,7 @@ class Partial(NamedTuple):
     def lse(self) -> Array:
         """Natural logarithm of the sum of exp of the scores so far, (..., Hq, L)."""
         with np.errstate(divide="ignore", invalid="ignore"):
-            found: Array = (self.m + np.log2(self.l)) * self.m.dtype.type(LN2)
+            found: Array = (self.m + np.log2(self.l)) / self.m.dtype.type(LOG2E)
         return found
 
     @property

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .arguments import as_array, as_real, check_scale
+from .core.constants import LOG2E
 from .masks import Structure, structure
 from .partial import Partial
 from .storage import is_floating, native, promoted, ready
@@ -30,8 +31,6 @@ Window = tuple[int | None, int | None] | None
 Segments = ArrayLike | tuple[ArrayLike, ArrayLike] | None
 # (scores, b, h, i, j) -> scores: i (rows, 1) and j (1, S) are the indices of the tile's queries and keys.
 ScoreMod = Callable[[Array, int, int, Array, Array], Array]
-
-LOG2E = 1.4426950408889634
 
 
 class ScoreOptions(TypedDict, total=False):

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 import attentile as at
 
 from . import formulas
-from .runtime import config
+from .runtime import backend
 
 Array = NDArray[Any]
 Call = Callable[[], object]
@@ -158,7 +158,7 @@ def _median_seconds(call: Call, seconds: float) -> float:
 
 def fma_peak(dtype: str, threads: int) -> float | None:
     """FLOPs per second of independent FMAs on one core, times threads; None without the compiled core."""
-    core = config.core()
+    core = backend.active
     if core is None:
         return None
     best, size = 0.0, np.dtype(dtype).itemsize

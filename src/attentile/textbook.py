@@ -14,7 +14,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from .arguments import as_real, positive_index
 from .core import twin
-from .runtime import config
+from .runtime import backend
+from .runtime.threads import current_threads
 from .storage import promoted, ready, rounded
 
 Array = NDArray[Any]
@@ -26,9 +27,9 @@ def _self_attention(
     function: str, Q: ArrayLike, K: ArrayLike, V: ArrayLike, d_k: Any, mask: ArrayLike | None, causal: bool = False
 ) -> tuple[Array, Array]:
     """Output and weights of Q (..., L, d), K (..., S, d), V (..., S, d_v)."""
-    core = config.active
+    core = backend.active
     if core is not None:
-        found = core.textbook(Q, K, V, d_k, mask, causal, MASKED_SCORE, None, config.current_threads())
+        found = core.textbook(Q, K, V, d_k, mask, causal, MASKED_SCORE, None, current_threads())
         if found is not None:
             return found  # type: ignore[no-any-return]
     q, k, v = np.asarray(Q), np.asarray(K), np.asarray(V)
@@ -49,7 +50,7 @@ def _attend(
 ) -> tuple[Array, Array]:
     """Checked arrays of any dtype and memory."""
     q, k, v = (ready(array, compute) for array in (q, k, v))
-    core = config.active
+    core = backend.active
     lead = np.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     rows, keys = q.shape[-2], k.shape[-2]
     if 0 in (*lead, rows, keys):
@@ -60,7 +61,7 @@ def _attend(
     width = v.shape[-1]
     if width == 0:  # the core takes no empty array
         v = np.zeros((*v.shape[:-1], 1), compute)
-    found = core.textbook(q, k, v, d_k, allowed, causal, MASKED_SCORE, None, config.current_threads())
+    found = core.textbook(q, k, v, d_k, allowed, causal, MASKED_SCORE, None, current_threads())
     return found[0][..., :width], found[1]
 
 
@@ -258,14 +259,14 @@ def _heads(q: Array, k: Array, v: Array, d_k: int, allowed: Array | None) -> Arr
     """Attention of q, k, v (..., H, L, d_k), with the heads of a row side by side: (..., L, H * d_k)."""
     *lead, heads, length, _ = q.shape
     beside = np.empty((*lead, length, heads, d_k), q.dtype)
-    out, core = beside.swapaxes(-2, -3), config.active
+    out, core = beside.swapaxes(-2, -3), backend.active
     if core is None:
         seen = None if allowed is None else np.broadcast_to(allowed, (*lead, length, length))
         for item in np.ndindex(*lead, heads):
             own = None if seen is None else seen[item[:-1]]
             out[item] = twin.textbook(q[item], k[item], v[item], 1.0 / math.sqrt(d_k), own, MASKED_SCORE)[0]
     elif out.size:
-        core.textbook(q, k, v, d_k, allowed, False, MASKED_SCORE, out, config.current_threads())
+        core.textbook(q, k, v, d_k, allowed, False, MASKED_SCORE, out, current_threads())
     return beside.reshape(*lead, length, heads * d_k)
 
 

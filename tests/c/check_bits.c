@@ -11,7 +11,8 @@
 #define MOST_KEYS 150
 
 static int naive_run(const char* row, ptrdiff_t key_stride, ptrdiff_t keys, ptrdiff_t* lo, ptrdiff_t* hi) {
-    ptrdiff_t runs = 0, first = 0, end = 0;
+    ptrdiff_t runs = 0;
+    ptrdiff_t first = 0, end = 0;
     for (ptrdiff_t j = 0; j < keys; j++) {
         if (!row[j * key_stride]) continue;
         if (j == 0 || !row[(j - 1) * key_stride]) {
@@ -28,7 +29,8 @@ static int naive_run(const char* row, ptrdiff_t key_stride, ptrdiff_t keys, ptrd
 
 /* The row at `row`, whose keys lie `key_stride` apart: 1 if both agree. */
 static int agree(const char* row, ptrdiff_t key_stride, ptrdiff_t keys) {
-    ptrdiff_t lo = -1, hi = -2, want_lo = -1, want_hi = -2;
+    ptrdiff_t lo = -1, hi = -2;
+    ptrdiff_t want_lo = lo, want_hi = hi;
     const int is_run = at_mask_run(row, key_stride, keys, &lo, &hi);
     if (is_run == naive_run(row, key_stride, keys, &want_lo, &want_hi) && lo == want_lo && hi == want_hi) return 1;
     printf("%d keys, stride %d: %d, %d to %d instead of %d to %d\n", (int)keys, (int)key_stride, is_run, (int)lo,

@@ -12,13 +12,13 @@ from cache_helpers import Model, assert_same, poison, state_of
 from source import Source, expect_text
 
 from attentile import KVCache, rotary_embedding
-from attentile.runtime import config
+from attentile.runtime import backend
 
 Life = tuple[KVCache, Model]
 
 
 def isa() -> str:
-    core = config.core()
+    core = backend.active
     return "reference" if core is None else core.get_isa()
 
 

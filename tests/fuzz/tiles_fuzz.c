@@ -134,7 +134,7 @@ static void set_all(char* p, ptrdiff_t item, ptrdiff_t n, double x) {
     for (ptrdiff_t i = 0; i < n; i++) put(p + i * item, item, x);
 }
 
-static double factor_of(const chunk_case* c) { return 1.4426950408889634 / sqrt((double)c->width); }
+static double factor_of(const chunk_case* c) { return AT_LOG2E / sqrt((double)c->width); }
 
 /* The panels of all keys, as a cache holds them. */
 static char* panels_of(const at_tiles* t, const chunk_case* c) {
@@ -164,7 +164,7 @@ static void many(const at_tiles* t, const chunk_case* c, ptrdiff_t first, ptrdif
     t->scores[v - 1](st, top, qt, panels ? panels : c->k, panels ? c->width * item : c->k_stride, panels ? AT_PANEL : 1,
                      c->width, c->keys, ahead, (int)(c->seed % 3));
     set_all(top, item, n, -(double)INFINITY);
-    if (c->softcap) t->softcap(st, top, v, c->keys, -2 / 5.0, 1.4426950408889634 * 5.0);
+    if (c->softcap) t->softcap(st, top, v, c->keys, -2 / 5.0, AT_LOG2E * 5.0);
     if (c->bias) t->add_bias(st, top, (const char* const*)c->bias_rows + first, c->bias_stride, n_rows, v, c->keys);
     if (c->alibi) t->alibi(st, top, slope, position, v, c->keys);
     memset(words, 0, (size_t)((c->keys + AT_WORD - 1) / AT_WORD * n * 4));
@@ -202,7 +202,7 @@ static void few(const at_tiles* t, const chunk_case* c, int marked) {
         char* unused = exactly(t->lanes * item);
         set_all(unused, item, t->lanes, 0);
         if (c->softcap)
-            t->softcap(row, unused, 1, (c->keys + t->lanes - 1) / t->lanes, -2 / 5.0, 1.4426950408889634 * 5.0);
+            t->softcap(row, unused, 1, (c->keys + t->lanes - 1) / t->lanes, -2 / 5.0, AT_LOG2E * 5.0);
         if (c->bias) t->few_bias(row, c->bias_rows[r], c->bias_stride, c->keys);
         if (c->alibi) t->few_alibi(row, c->slope[r], c->position[r], c->keys);
         t->few_exclude(row, words + r, n, c->keys);

@@ -90,7 +90,7 @@ def copied(options: Mapping[str, Any], tables: bool = False) -> dict[str, Any]:
     return {name: one(value) for name, value in options.items()}
 
 
-def pagesper_item(cache: KVCache, batch: int, size: int) -> int:
+def pages_per_item(cache: KVCache, batch: int, size: int) -> int:
     """Pages that `capacity` tokens can touch, wherever they lie; 0 without a capacity."""
     capacity, pages = cache.capacity, 0
     if capacity is not None and cache.window is None:

@@ -19,16 +19,18 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from ..arguments import as_array, named_in_errors
-from ..outputs import AttentionResult
+from ..core.constants import CHUNK, PANEL
 from ..merge import merge_attention
+from ..outputs import AttentionResult
 from ..positions.rotary import rotate_items
-from ..runtime import config
+from ..runtime import backend
+from ..runtime.threads import current_threads, threads_for
 from ..storage import promoted, ready
 from . import checks
 from . import file as cache_file
 from .attend import attend_stored, query_positions, row_positions, turned
 from .file import File
-from .pages import PAGE_KEYS, PANEL, PagePool, PageTable, addresses_in
+from .pages import PagePool, PageTable, addresses_in
 
 __all__ = ["KVCache", "merge_attention"]
 
@@ -127,9 +129,9 @@ class KVCache:
             raise ValueError(
                 f"KVCache: sinks={self.sinks} keeps first tokens beside a window; give window=(left, 0) too"
             )
-        size = PAGE_KEYS  # a chunk of the pass; a small cache has one smaller page for each item
+        size = CHUNK  # a chunk of the pass; a small cache has one smaller page for each item
         if self.capacity is not None and self.window is None:
-            size = min(PAGE_KEYS, -(-self.capacity // PANEL) * PANEL)
+            size = min(CHUNK, -(-self.capacity // PANEL) * PANEL)
         pages = checks.pages_per_item(self, batch, size)
         self._rotary = checks.rotary_options("KVCache", rotary)
         if self._rotary is not None:  # its own checks, before anything is stored
@@ -238,7 +240,7 @@ class KVCache:
 
     def _write(self, k: Array, v: Array, starts: Index, counts: Index) -> None:
         """Backend: the first counts[b] tokens of item b go to starts[b] ... of opened pages. k, v: as ready() gives."""
-        core = config.active
+        core = backend.active
         if core is not None and k.size:
             core.store_tokens(k, v, self._shape, self._pages.table, starts, counts)
         else:
@@ -249,7 +251,7 @@ class KVCache:
         """Arrays that the core's view holds are others now. By default no page may be written to as it is."""
         nothing = np.zeros_like(self._lengths)
         self._writable, self._own_from = (nothing if index is None else index for index in (writable, own_from))
-        self._made, core = None, config.active
+        self._made, core = None, backend.active
         if core is not None and self.batch:
             left, capacity = (-1 if n is None else n for n in (self.window and self.window[0], self.capacity))
             arrays = (self._pages.table, self._lengths, self._held_from, self._writable)
@@ -258,7 +260,7 @@ class KVCache:
 
     def view(self) -> Any:
         """The core's view of the arrays, or None where NumPy computes."""
-        if config.active is None:
+        if backend.active is None:
             return None
         if self._made is None and self.batch:
             self._replaced(self._writable, self._own_from)
@@ -313,7 +315,7 @@ class KVCache:
         view = self.view()
         if view is not None:
             given = q if self._rotary is None else turned(self, q, -1, options)
-            found = None if given is None else view.attend(given, options, config.current_threads())
+            found = None if given is None else view.attend(given, options, current_threads())
             if found is not None:
                 return AttentionResult(*found) if type(found) is tuple else found
         queries = as_array("KVCache.attend", "q", q)
@@ -333,7 +335,7 @@ class KVCache:
                 if queries.size:
                     at = query_positions(self, start, queries.shape[2], options.get("q_start") is not None)
                     queries = rotate_items(queries, at, self._rotary, lengths=self._lengths)
-            threads = config.threads_for(options.get("num_threads"), "attention")
+            threads = threads_for(options.get("num_threads"), "attention")
             return attend_stored(self, queries, placed, threads)
 
     # ---- tokens out ----

@@ -26,12 +26,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..core.constants import ALIGN, PANEL
+
 Array = NDArray[Any]
 Index = NDArray[np.intp]
-
-PANEL = 16  # keys per panel: one AVX-512 vector of float32
-PAGE_KEYS = 256  # tokens per page: one chunk of keys of the fused pass
-_ALIGNMENT = 64
 
 # One lock for all pools, because a process that forks must hold it: else a child could inherit a pool in the middle of
 # a change by a thread that the child does not have, locked for ever. Reentrant, because a signal handler may fork.
@@ -75,8 +73,8 @@ class PagePool:
     def _grow(self, pages: int) -> None:
         if pages <= 0:
             return
-        slab = np.empty(pages * self.page_items * self.dtype.itemsize + _ALIGNMENT, np.uint8)
-        skip = -slab.ctypes.data % _ALIGNMENT
+        slab = np.empty(pages * self.page_items * self.dtype.itemsize + ALIGN, np.uint8)
+        skip = -slab.ctypes.data % ALIGN
         items = slab[skip : skip + pages * self.page_items * self.dtype.itemsize].view(self.dtype)
         cut = [items[i * self.page_items : (i + 1) * self.page_items] for i in range(pages)]
         addresses = signed([page.ctypes.data for page in cut])

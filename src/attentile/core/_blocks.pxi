@@ -14,8 +14,6 @@ cdef enum:
     ALL = 2
 
 cdef Py_ssize_t FAR = 1 << 60                   # beyond any key; positions are clipped to it so that sums cannot wrap
-cdef double LOG2E = 1.4426950408889634074
-cdef double LN2 = 0.69314718055994530942
 # Smaller arrays are taken to be in the caches already, where fetching ahead only costs (about 1 % of the pass).
 cdef Py_ssize_t FETCH_BYTES = 4 << 20
 cdef Py_ssize_t FEW_FETCH_BYTES = 12 << 20      # a single reading, from L3 as fast as fetched: 82 against 72 GB/s

@@ -141,7 +141,7 @@ cdef class CacheView:
         for b in range(self.lengths.shape[0]):
             if end > self.lengths[b] or (end - 1) // size != (self.lengths[b] - 1) // size:
                 return False
-            if self.left >= 0 and (end <= self.kept or end - self.left < self.held_from[b]):
+            if self.left >= 0 and (end <= max(self.kept, self.held_from[b]) or end - self.left < self.held_from[b]):
                 return False
         for b in range(self.lengths.shape[0]):
             self.lengths[b] = end

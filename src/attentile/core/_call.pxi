@@ -74,13 +74,16 @@ cdef inline void open_call(Call *call, int tail) noexcept:
 
 cdef int number_options(Call *call, dict options) except -1:
     """call.given from keyword arguments; 0 for a name that is not here."""
+    cdef int x
     for name, value in options.items():
-        if value is None:
-            continue
         place = NUMBERED.get(name)
         if place is None:
             return 0
-        call.given[<int> place] = <PyObject *> value
+        x = place
+        if value is not None:
+            call.given[x] = <PyObject *> value
+        elif x == CAUSAL:                       # the one without a default of None
+            return 0
     return 1
 
 

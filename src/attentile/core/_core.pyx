@@ -20,9 +20,9 @@ from libc.stdint cimport int64_t, uint32_t, uintptr_t
 from libc.string cimport memcpy, memset
 
 from ._kernels cimport (AT_ALIGN, AT_ANGLE_BLOCK, AT_CHUNK, AT_FEW_KEYS, AT_MAX_ROWS, AT_PANEL, AT_PEAK_FMAS,
-                        AT_WORD, at_ahead, at_angles, at_exp2, at_idle_like, at_isa, at_isa_at, at_isa_count,
-                        at_isa_supported, at_log2, at_mask_run, at_mask_words, at_pool_run, at_pool_workers,
-                        at_rotary_rows, at_scratch, at_tiles)
+                        AT_WORD, LN2, LOG2E, at_ahead, at_angles, at_exp2, at_idle_like, at_isa, at_isa_at,
+                        at_isa_count, at_isa_supported, at_log2, at_mask_run, at_mask_words, at_pool_run,
+                        at_pool_workers, at_rotary_rows, at_scratch, at_tiles)
 
 import numpy
 
@@ -119,6 +119,11 @@ def read_plainly(const float[::1] data, int threads):
     reading.tiles, reading.data, reading.n, reading.slice_ = active.f32, &data[0], data.shape[0], 1 << 14
     with nogil:
         at_pool_run(read_slice, &reading, (reading.n + reading.slice_ - 1) // reading.slice_, threads)
+
+
+def constants():
+    """The numbers of kernels.h that constants.py repeats, by their names there."""
+    return {"ALIGN": AT_ALIGN, "CHUNK": AT_CHUNK, "LOG2E": LOG2E, "PANEL": AT_PANEL, "WORD": AT_WORD}
 
 
 def compiler():

@@ -12,6 +12,8 @@ cdef extern from "kernels/kernels.h" nogil:
         AT_FEW_KEYS
         AT_PEAK_FMAS
         AT_ANGLE_BLOCK
+    const double LOG2E "AT_LOG2E"
+    const double LN2 "AT_LN2"
 
     ctypedef struct at_ahead:
         const char **rows

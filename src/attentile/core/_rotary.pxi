@@ -104,11 +104,13 @@ cdef void rotary_task(void *raw, Py_ssize_t index, int slot) noexcept nogil:
         for r in range(n if job.heads_inside else heads):
             if job.heads_inside:                # heads lie side by side: one row of the table for all of them
                 rows.x, rows.y = at(&job.x, b, h, start + r), at(&job.y, b, h, start + r)
-                rows.x_stride, rows.y_stride, rows.rows = job.x.head, job.y.head, heads
+                rows.x_stride, rows.y_stride = job.x.head, job.y.head
+                rows.rows = heads
                 rows.table, rows.pitch = table + r * job.pitch, 0
             else:
                 rows.x, rows.y = at(&job.x, b, h + r, start), at(&job.y, b, h + r, start)
-                rows.x_stride, rows.y_stride, rows.rows = job.x.row, job.y.row, n
+                rows.x_stride, rows.y_stride = job.x.row, job.y.row
+                rows.rows = n
                 rows.table, rows.pitch = table, job.pitch
             rows.x += offset
             rows.y += offset
@@ -151,7 +153,9 @@ cdef int run_rotary(Rotary *job, int threads) except -1 nogil:
     job.slot_doubles = widest * (2 + TABLE_ROWS * (4 if job.neighbours else 2))
     doubles = widest * (2 + 2 * FINE_ROWS) + threads * job.slot_doubles
     scratch = <double *> scratch_of(doubles * sizeof(double))
-    job.strip_high, job.strip_low, job.fine = scratch, scratch + widest, scratch + 2 * widest
+    job.strip_high = scratch
+    job.strip_low = job.strip_high + widest
+    job.fine = job.strip_low + widest
     job.slots = job.fine + 2 * FINE_ROWS * widest
     job.from_pair = 0
     while job.from_pair < job.pairs:
@@ -196,7 +200,8 @@ cdef int bind_table(Strided *to, table) except -1:
 cdef int rotate_typed(Rotary *job, const real[:, :, :, :] x, real[:, :, :, :] y) except -1:
     cdef Py_ssize_t shared = job.positions == NULL or job.items == 1
     job.item_bytes = sizeof(real)
-    job.items, job.planes, job.heads = x.shape[0], x.shape[1], x.shape[1]
+    job.items = x.shape[0]
+    job.planes = job.heads = x.shape[1]
     if shared:                                  # the planes of all batch items run over one table
         job.items, job.planes = 1, x.shape[0] * x.shape[1]
     job.length, job.width = x.shape[2], x.shape[3]
@@ -207,32 +212,32 @@ cdef int rotate_typed(Rotary *job, const real[:, :, :, :] x, real[:, :, :, :] y)
     return 0
 
 
-def rotate(x, y, Py_ssize_t pairs, bint neighbours, positions, long long first, high, low, cosines, sines,
-           double cosine_factor, double sine_factor, int threads):
+def rotate(x, y, turn, positions, long long first, int threads):
     """Turns non-empty x (B, H, L, D) into y, both float32 or float64 with the last axis contiguous, aligned, native; y
     may be x. See positions/rotary.py, which checks.
 
-    positions: (1 or B, L) int64, or None for first, first + 1, ... Either high + low, (pairs,) float64, the quarter
-    turns per position, or cosines and sines (n, pairs), float32 or float64, last axis contiguous, for positions from
-    0 to n - 1. All angles are at most 2^50. cosine_factor, sine_factor: of the table; a negative second one turns
-    backwards.
+    turn: of twin_angles.py; high and low (pairs,) float64, or cosines and sines (n, pairs), float32 or float64, last
+    axis contiguous, for positions from 0 to n - 1. positions: (1 or B, L) int64, or None for first, first + 1, ... All
+    angles are at most 2^50.
     """
     cdef Rotary job
     cdef const int64_t[:, ::1] at_positions
     cdef const double[::1] high_view, low_view
     memset(&job, 0, sizeof(Rotary))
-    job.angles, job.pairs, job.neighbours, job.first = active.angles, pairs, neighbours, first
-    job.cosine_factor, job.sine_factor = cosine_factor, sine_factor
+    job.angles = active.angles
+    job.first = first
+    job.pairs, job.neighbours = turn.pairs, turn.neighbours
+    job.cosine_factor, job.sine_factor = turn.cosine_factor, turn.sine_factor
     if positions is not None:
         at_positions = positions
         job.positions, job.items = &at_positions[0, 0], at_positions.shape[0]
-    if high is not None:
-        high_view, low_view = high, low
+    if turn.high is not None:
+        high_view, low_view = turn.high, turn.low
         job.high, job.low = &high_view[0], &low_view[0]
     else:
-        bind_table(&job.cosines, cosines)
-        bind_table(&job.sines, sines)
-        job.table_bytes = cosines.itemsize
+        bind_table(&job.cosines, turn.cosines)
+        bind_table(&job.sines, turn.sines)
+        job.table_bytes = turn.cosines.itemsize
     if y.itemsize == 4:
         rotate_typed[float](&job, x, y)
     else:

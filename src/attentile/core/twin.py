@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from .constants import LOG2E
+
 Array = NDArray[Any]
 
 TILE_ROWS = 256
-LOG2E = 1.4426950408889634
 
 
 class _Rows(NamedTuple):

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..arguments import named_in_errors, positive_index
-from ..scores import Causal, Segments, Window
 from ..masks import Structure, structure
+from ..scores import Causal, Segments, Window
 
 Array = NDArray[Any]
 

@@ -16,14 +16,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..arguments import check_out
 from ..attention import OPTIONS
+from ..core.constants import CHUNK
 from ..outputs import Outputs, why_indirect
-from ..runtime import backend, config
+from ..runtime import backend
+from ..runtime.threads import threads_for
 from ..scores import Scores, checked
 from .structures import as_structure
 
 Array = NDArray[Any]
-
-CHUNK = 256  # AT_CHUNK of kernels.h
 
 
 @dataclass(frozen=True, eq=False)  # eq: half the time of making the class, at every import
@@ -86,7 +86,7 @@ class _Call:
     def __init__(self, q: ArrayLike, k: ArrayLike, v: ArrayLike, options: dict[str, Any]) -> None:
         self.given: dict[str, Any] = {"q": q, "k": k, "v": v, **options}
         self.wanted = {**OPTIONS, **options}
-        self.threads = config.threads_for(self.wanted["num_threads"], "attention")
+        self.threads = threads_for(self.wanted["num_threads"], "attention")
         self.scores, self.v = checked(q, k, v, options)
         self.shape = Outputs(self.scores, self.v.shape[-1]).shape
         self.out, self.why_out_copied = self.wanted["out"], ""
@@ -95,7 +95,8 @@ class _Call:
             check_out("attention", self.out, self.shape, scores.dtype)
             read = (scores.q, scores.k, self.v, scores.mask, scores.bias, *(scores.before or ()))
             self.why_out_copied = why_indirect(self.out, scores, read)
-        self.core: Any = config.active if self.scores.score_mod is None else None
+        self.on = backend.chosen(self.scores)
+        self.compiled = self.on is backend.compiled
         beside = self.wanted["return_lse"] or self.wanted["return_weights"]
         self.idle = self.scores.empty or (self.v.shape[-1] == 0 and not beside)
 
@@ -105,7 +106,7 @@ class _Call:
         found = []
         for name, value in self.given.items():
             tried = {**settled, name: value}
-            if not self.core.takes(tried.pop("q"), tried.pop("k"), tried.pop("v"), tried):
+            if not self.on.takes(tried.pop("q"), tried.pop("k"), tried.pop("v"), tried):
                 found.append(name)
         return found
 
@@ -117,7 +118,7 @@ class _Call:
         self.scores.before = None  # what rows know already does not change their way over these keys
         if v.shape[-1] == 0:
             v, out = self.scores.without_values(v), None
-        return Counter(backend.explain(self.scores, v, out, bool(self.wanted["return_weights"]), self.threads))
+        return Counter(self.on.explain(self.scores, v, out, bool(self.wanted["return_weights"]), self.threads))
 
 
 def explain(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -> Explanation:
@@ -169,7 +170,7 @@ def explain(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -> Explana
     return Explanation(
         path=path,
         why_path=why,
-        isa="none (NumPy)" if call.core is None else call.core.get_isa(),
+        isa=call.on.get_isa() if call.compiled else "none (NumPy)",
         compute=scores.compute,
         dtype=scores.dtype,
         shapes=f"q {np.shape(q)}, k {np.shape(k)}, v {np.shape(v)} -> {call.shape}",
@@ -196,10 +197,10 @@ def explain(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -> Explana
 
 def _path(call: _Call, copies: dict[str, str]) -> tuple[str, str]:
     """(path, why)."""
-    if config.active is None:
-        return "NumPy", f"{config.show_config(as_dict=True)['backend_why']}; no compiled kernels"
-    if call.scores.score_mod is not None:
+    if call.scores.score_mod is not None and backend.active is not None:
         return "NumPy", "score_mod= is a Python function, which the compiled kernels cannot call"
+    if not call.compiled:
+        return "NumPy", f"{backend.why_active}; no compiled kernels"
     if call.scores.empty or call.v.shape[-1] == 0:
         return "compiled, after conversion", "an axis is empty, which Python sees to"
     names = call.converted()
@@ -303,7 +304,7 @@ def _notes_on_masks(call: _Call, count: Counter[str]) -> list[str]:
         form = as_structure(mask, scores.queries, scores.keys)
         if form == "":
             notes.append("mask is True everywhere: leave it out")
-        elif form == "key_lengths=" and call.core is not None and set(scores.mask.shape[-3:-1]) <= {1}:
+        elif form == "key_lengths=" and call.compiled and set(scores.mask.shape[-3:-1]) <= {1}:
             notes.append("mask is the same for all rows and says key_lengths=, as which it is taken")
         elif form is not None:
             notes.append(f"mask is dense and says {form}: give that instead, and no (L, S) array is read")

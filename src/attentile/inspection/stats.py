@@ -11,8 +11,8 @@ from numpy.typing import ArrayLike, NDArray
 from ..arguments import named_in_errors, positive_index, unknown_option
 from ..outputs import AttentionResult, Outputs
 from ..runtime import backend
-from ..runtime.config import threads_for
-from ..scores import SCORE_OPTIONS, Scores, ScoreOptions, checked
+from ..runtime.threads import threads_for
+from ..scores import SCORE_OPTIONS, ScoreOptions, Scores, checked
 
 Array = NDArray[Any]
 
@@ -124,9 +124,10 @@ def attention_stats(
     outputs.want_out(None)
     outputs.want_lse()
     partial = outputs.want_partial()
-    backend.attend(scores, values, outputs, threads)
+    on = backend.chosen(scores)  # for both passes, whatever another thread chooses in between
+    backend.attend(scores, values, outputs, threads, on)
     if found.asks:
-        backend.stats(scores, values, partial.m, partial.l, found, threads)
+        backend.stats(scores, values, partial, found, threads, on)
     return found.results(outputs)
 
 

@@ -14,10 +14,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ..arguments import as_floating
 
 Array = NDArray[Any]
 
@@ -56,11 +58,14 @@ def _linear(models: str, *names: str, **rest: Any) -> Convention:
     return Convention(models, tuple(f"{n}.weight" for n in names), tuple(f"{n}.bias" for n in names), **rest)
 
 
+Layer = tuple[Convention, str]  # and the place: the start of the names of its arrays
+
 CONVENTIONS = (
     Convention("nn.MultiheadAttention", ("in_proj_weight", "out_proj.weight"), ("in_proj_bias", "out_proj.bias")),
     Convention(
         "nn.MultiheadAttention with kdim or vdim",
-        ("q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight"), ("in_proj_bias", "out_proj.bias"),
+        ("q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight"),
+        ("in_proj_bias", "out_proj.bias"),
     ),
     _linear("Llama, Mistral, Qwen2", "q_proj", "k_proj", "v_proj", "o_proj"),
     _linear("OPT, CLIP, Whisper", "q_proj", "k_proj", "v_proj", "out_proj", harmless=_MASKS),  # masks: GPT-J
@@ -73,18 +78,11 @@ CONVENTIONS = (
     _linear("ViT of timm", "qkv", "proj"),
     _linear("GGUF", "attn_q", "attn_k", "attn_v", "attn_output", own="attn_", harmless=_GGUF),
     _linear("GGUF, fused", "attn_qkv", "attn_output", own="attn_", harmless=_GGUF),
-)  # fmt: skip
+)
 
 
-class Found(NamedTuple):
-    """What the constructor of MultiHeadAttention takes."""
-
-    weights: tuple[Any, Any, Any, Any]  # w_q, w_k, w_v, w_o; w_k and w_v None if w_q is fused
-    options: dict[str, Any]
-
-
-def find_attention(arrays: Mapping[str, Any], prefix: str) -> Found:
-    """The layer below prefix, by the only convention whose weights are all there."""
+def find_attention(arrays: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Arguments of the constructor for the layer below prefix, by the only convention whose weights are all there."""
     if not isinstance(prefix, str):
         raise TypeError(f"{_NAME}: prefix is {prefix!r}; it must be a string")
     if not callable(getattr(arrays, "keys", None)):
@@ -126,9 +124,9 @@ def _is_unknown(name: str, convention: Convention, place: str) -> bool:
     return re.fullmatch(_HARMLESS, name) is None and re.fullmatch(convention.harmless, name) is None
 
 
-def _candidates(names: list[str], prefix: str) -> dict[tuple[Convention, str], list[str]]:
+def _candidates(names: list[str], prefix: str) -> dict[Layer, list[str]]:
     """For each convention and place where some of its weights are: their names, without the place."""
-    candidates: dict[tuple[Convention, str], list[str]] = {}
+    candidates: dict[Layer, list[str]] = {}
     for convention in CONVENTIONS:
         for weight in convention.weights:
             for name in names:
@@ -138,10 +136,7 @@ def _candidates(names: list[str], prefix: str) -> dict[tuple[Convention, str], l
     return candidates
 
 
-def _not_one(
-    names: list[str], prefix: str, candidates: dict[tuple[Convention, str], list[str]],
-    complete: list[tuple[Convention, str]],
-) -> str:  # fmt: skip
+def _not_one(names: list[str], prefix: str, candidates: dict[Layer, list[str]], complete: list[Layer]) -> str:
     """The message if no layer is complete, or more than one is."""
     if complete:
         layers = _listed([f"{place}{convention.weights[0]} ({convention.models})" for convention, place in complete])
@@ -167,15 +162,17 @@ def _listed(items: list[str]) -> str:
     return ", ".join(items[:_SHOWN]) + more
 
 
-def _take(arrays: Mapping[str, Any], names: set[str], convention: Convention, place: str) -> Found:
-    """The arrays of one complete layer, as x @ W + b takes them; no copies."""
-    weights = [_floating(place + name, arrays[place + name]) for name in convention.weights]
-    if convention.transposed:
-        weights = [weight.T for weight in weights]
-    biases = [
-        _floating(place + name, arrays[place + name]) if place + name in names else None for name in convention.biases
-    ]
-    options = dict(convention.options)
+def _take(arrays: Mapping[str, Any], names: set[str], convention: Convention, place: str) -> dict[str, Any]:
+    """One complete layer, its arrays as x @ W + b takes them; no copies."""
+
+    def array(name: str) -> Array:
+        wanted = "it must be floating (dequantise the weights of a quantised file)"
+        return as_floating(_NAME, place + name, arrays[place + name], wanted)
+
+    weights = [array(name).T if convention.transposed else array(name) for name in convention.weights]
+    biases = [array(name) if place + name in names else None for name in convention.biases]
+    options = {**convention.options, "w_k": None, "w_v": None, "b_o": biases[-1]}
+    options |= dict(zip(("w_q", "w_k", "w_v", "w_o") if len(weights) == 4 else ("w_q", "w_o"), weights, strict=True))
     whole = biases[0]
     if len(biases) < len(weights) and whole is not None:
         ends = np.cumsum([weight.shape[-1] for weight in weights[:3]])
@@ -187,15 +184,4 @@ def _take(arrays: Mapping[str, Any], names: set[str], convention: Convention, pl
         options |= dict(zip(("b_q", "b_k", "b_v"), np.split(whole, ends[:2]), strict=True))
     elif len(biases) == len(weights):
         options |= dict(zip(("b_q", "b_k", "b_v"), biases[:-1], strict=False))
-    options["b_o"] = biases[-1]
-    w_q, w_k, w_v = weights[:3] if len(weights) == 4 else (weights[0], None, None)
-    return Found((w_q, w_k, w_v, weights[-1]), options)
-
-
-def _floating(name: str, value: Any) -> Array:
-    array = np.asarray(value)
-    if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
-        raise TypeError(
-            f"{_NAME}: {name} has dtype {array.dtype}; it must be floating (dequantise the weights of a quantised file)"
-        )
-    return array
+    return options

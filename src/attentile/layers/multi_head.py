@@ -10,11 +10,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..arguments import as_array, check_out, check_scale, positive_index
 from ..attention import OPTIONS, attention
-from ..outputs import AttentionResult
 from ..cache import KVCache
 from ..cache.attend import row_positions
 from ..cache.checks import between, copied, rotary_options
 from ..cache.undo import attempt
+from ..outputs import AttentionResult
 from ..positions.rotary import rotary_embedding, rotate_items, same_rotation
 from ..storage import promoted, rounded
 from .projections import NAME, Projections, matrix, times, vector, width_per_head
@@ -29,7 +29,7 @@ class _Plan(NamedTuple):
     """What one call works on, after its checks."""
 
     x: Array  # (..., L, d_in)
-    context: Array | tuple[Array, Array] | None
+    context: tuple[Array, ...]  # none, rows to project, or keys and values
     compute: np.dtype[Any]  # dtype of the arithmetic
     dtype: np.dtype[Any]  # dtype of the result
     lead: tuple[int, ...]  # batch axes of the result
@@ -97,15 +97,25 @@ class MultiHeadAttention:
     """
 
     def __init__(
-        self, w_q: ArrayLike, w_k: ArrayLike | None, w_v: ArrayLike | None, w_o: ArrayLike, *, num_heads: int,
-        num_kv_heads: int | None = None, b_q: ArrayLike | None = None, b_k: ArrayLike | None = None,
-        b_v: ArrayLike | None = None, b_o: ArrayLike | None = None, scale: float | None = None,
-        rotary: Mapping[str, Any] | None = None, per_head: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        w_q: ArrayLike,
+        w_k: ArrayLike | None,
+        w_v: ArrayLike | None,
+        w_o: ArrayLike,
+        *,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        b_q: ArrayLike | None = None,
+        b_k: ArrayLike | None = None,
+        b_v: ArrayLike | None = None,
+        b_o: ArrayLike | None = None,
+        scale: float | None = None,
+        rotary: Mapping[str, Any] | None = None,
+        per_head: bool = False,
+    ) -> None:
         self.num_heads = positive_index(NAME, "num_heads", num_heads)
-        self.num_kv_heads = self.num_heads
-        if num_kv_heads is not None:
-            self.num_kv_heads = positive_index(NAME, "num_kv_heads", num_kv_heads)
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.num_kv_heads = positive_index(NAME, "num_kv_heads", kv_heads)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"{NAME}: num_heads is {self.num_heads} and num_kv_heads is {self.num_kv_heads}; "
@@ -118,9 +128,9 @@ class MultiHeadAttention:
         self._project = Projections(
             (w_q, w_k, w_v), (b_q, b_k, b_v), self.num_heads, self.num_kv_heads, self.value_dim, bool(per_head)
         )
-        self.head_dim, self.d_in, self.d_context = (
-            self._project.head_dim, self._project.d_in, self._project.d_context,
-        )  # fmt: skip
+        self.head_dim = self._project.head_dim
+        self.d_in = self._project.d_in
+        self.d_context = self._project.d_context
         self.d_out = self._w_o.shape[1]
         self._rotary = rotary_options(NAME, rotary, tables=False)  # like the weights, they are not copied
         self._agreed: Any = None  # options of a cache that were found to be the same
@@ -133,9 +143,14 @@ class MultiHeadAttention:
 
     @classmethod
     def from_arrays(
-        cls, arrays: Mapping[str, ArrayLike], prefix: str = "", *, num_heads: int, num_kv_heads: int | None = None,
+        cls,
+        arrays: Mapping[str, ArrayLike],
+        prefix: str = "",
+        *,
+        num_heads: int,
+        num_kv_heads: int | None = None,
         rotary: Mapping[str, Any] | None = None,
-    ) -> MultiHeadAttention:  # fmt: skip
+    ) -> MultiHeadAttention:
         """The attention layer whose arrays lie below `prefix` in a checkpoint, found by their usual names.
 
         Parameters
@@ -195,7 +210,7 @@ class MultiHeadAttention:
         from .checkpoints import find_attention  # here, because most programs never come by
 
         found = find_attention(arrays, prefix)
-        return cls(*found.weights, num_heads=num_heads, num_kv_heads=num_kv_heads, **found.options, rotary=rotary)
+        return cls(**found, num_heads=num_heads, num_kv_heads=num_kv_heads, rotary=rotary)
 
     @property
     def rotary(self) -> dict[str, Any] | None:
@@ -203,26 +218,24 @@ class MultiHeadAttention:
         return None if self._rotary is None else copied(self._rotary)
 
     def __repr__(self) -> str:
-        parts = [f"d_in={self.d_in}"]
-        if self.d_context != self.d_in:
-            parts.append(f"d_context={self.d_context}")
-        parts += [f"d_out={self.d_out}", f"num_heads={self.num_heads}"]
-        if self.num_kv_heads != self.num_heads:
-            parts.append(f"num_kv_heads={self.num_kv_heads}")
-        parts.append(f"head_dim={self.head_dim}")
-        if self.value_dim != self.head_dim:
-            parts.append(f"value_dim={self.value_dim}")
-        if self._rotary is not None:
-            parts.append(f"rotary={self._rotary}")
-        return f"{NAME}({', '.join(parts)})"
+        same = {"d_context": self.d_in, "num_kv_heads": self.num_heads, "value_dim": self.head_dim, "rotary": None}
+        names = ("d_in", "d_context", "d_out", "num_heads", "num_kv_heads", "head_dim", "value_dim", "rotary")
+        parts = {name: getattr(self, name) for name in names}
+        return f"{NAME}({', '.join(f'{name}={part}' for name, part in parts.items() if same.get(name, '') != part)})"
 
     # ---- a call ----
 
     def __call__(
-        self, x: ArrayLike, context: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None, *,
-        positions: ArrayLike | None = None, cache: KVCache | None = None, lengths: ArrayLike | None = None,
-        out: Array | None = None, **options: Any,
-    ) -> Array | AttentionResult:  # fmt: skip
+        self,
+        x: ArrayLike,
+        context: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
+        *,
+        positions: ArrayLike | None = None,
+        cache: KVCache | None = None,
+        lengths: ArrayLike | None = None,
+        out: Array | None = None,
+        **options: Any,
+    ) -> Array | AttentionResult:
         """The layer's output for x; every other option of `attention` may be given as well.
 
         Parameters
@@ -263,24 +276,22 @@ class MultiHeadAttention:
             A row at a position for which the tables of `rotary` have no row.
         """
         _check_options(options)
-        x, context = _rows("x", x, self.d_in), self._source(context)
-        self._check_positions(positions, context)
+        rows, source = _rows("x", x, self.d_in), self._source(context)
+        self._check_positions(positions, source)
         if cache is not None:
-            self._check_cache(cache, x, context, positions)
+            self._check_cache(cache, rows, source, positions)
         elif lengths is not None:
             raise ValueError(f"{NAME}: lengths go with a cache; without one give key_lengths")
-        plan = self._plan(x, context, cache is not None and x.ndim == 2)
+        plan = self._plan(rows, source, cache is not None and rows.ndim == 2)
         if out is not None:
             check_out(NAME, out, (*plan.lead, *plan.x.shape[-2:-1], self.d_out)[plan.drop :], plan.dtype)
         if self._scale is not None:
             options.setdefault("scale", self._scale)
         q, k, v = self._heads(plan)
         if cache is not None:
-
-            def call() -> Array | AttentionResult:
-                return self._finish(self._attend_cached(q, k, v, cache, positions, lengths, options), plan, out)
-
-            found: Array | AttentionResult = attempt(cache, call)
+            found: Array | AttentionResult = attempt(
+                cache, lambda: self._finish(self._attend_cached(q, k, v, cache, positions, lengths, options), plan, out)
+            )
             return found
         if self._rotary is not None:
             q, k = self._turn(q, positions), self._turn(k, positions)
@@ -316,17 +327,17 @@ class MultiHeadAttention:
         k, v = self._project.keys_values(given, compute)
         return rounded(k, dtype), rounded(v, dtype)
 
-    def _source(self, context: Any) -> Array | tuple[Array, Array] | None:
-        """The checked context: rows to project, or keys and values that are projected already."""
+    def _source(self, context: Any) -> tuple[Array, ...]:
+        """The checked context: none, rows to project, or keys and values that are projected already."""
         if context is None:
             if self.d_context != self.d_in:
                 raise ValueError(
                     f"{NAME}: context is missing; w_k and w_v project rows of width {self.d_context}, "
                     f"x has width {self.d_in}"
                 )
-            return None
+            return ()
         if not isinstance(context, tuple):
-            return _rows("context", context, self.d_context)
+            return (_rows("context", context, self.d_context),)
         if len(context) != 2:
             raise ValueError(f"{NAME}: context is a tuple of {len(context)}; it must be (k, v) from keys_values")
         k, v = (np.asarray(array) for array in context)
@@ -338,18 +349,18 @@ class MultiHeadAttention:
                 )
         return k, v
 
-    def _check_positions(self, positions: Any, context: Any) -> None:
-        if self._rotary is not None and context is not None:
+    def _check_positions(self, positions: Any, context: tuple[Array, ...]) -> None:
+        if self._rotary is not None and context:
             raise ValueError(f"{NAME}: context and rotary do not go together: the rows of context have no position")
         if self._rotary is None and positions is not None:
             raise ValueError(
                 f"{NAME}: positions are for a layer with rotary and this one has none (q_start places the masks)"
             )
 
-    def _check_cache(self, cache: Any, x: Array, context: Any, positions: Any) -> None:
+    def _check_cache(self, cache: Any, x: Array, context: tuple[Array, ...], positions: Any) -> None:
         if not isinstance(cache, KVCache):
             raise TypeError(f"{NAME}: cache is a {type(cache).__name__}; it must be a KVCache")
-        if context is not None:
+        if context:
             raise ValueError(
                 f"{NAME}: cache holds the keys of x; for context call keys_values once and give its result as context="
             )
@@ -369,31 +380,25 @@ class MultiHeadAttention:
                 f"{NAME}: the cache turns keys at its own positions; for other positions make it with rotary=None"
             )
 
-    def _plan(self, x: Array, context: Array | tuple[Array, Array] | None, drop: bool) -> _Plan:
+    def _plan(self, x: Array, context: tuple[Array, ...], drop: bool) -> _Plan:
         """Dtypes and batch axes."""
         x = x[None] if drop else x
-        inputs, leads = [x], [x.shape[:-2]]
-        if isinstance(context, tuple):
-            inputs += context
-            leads += [array.shape[:-3] for array in context]
-        elif context is not None:
-            inputs.append(context)
-            leads.append(context.shape[:-2])
+        own = 3 if len(context) == 2 else 2  # axes that are not batch axes
         try:
-            lead = np.broadcast_shapes(*leads)
+            lead = np.broadcast_shapes(x.shape[:-2], *(array.shape[:-own] for array in context))
         except ValueError:
-            shapes = " and ".join(str(array.shape) for array in inputs)
+            shapes = " and ".join(str(array.shape) for array in (x, *context))
             raise ValueError(f"{NAME}: the batch axes of x and context do not broadcast ({shapes})") from None
-        compute, dtype = promoted(NAME, *inputs, self._like)
+        compute, dtype = promoted(NAME, x, *context, self._like)
         return _Plan(x, context, compute, dtype, lead, int(drop))
 
     def _heads(self, plan: _Plan) -> tuple[Array, Array, Array]:
         """Queries (..., num_heads, L, head_dim), keys and values (..., num_kv_heads, S, width)."""
-        if plan.context is None:
+        if not plan.context:
             return self._project.all(plan.x, plan.compute)
         q = self._project.queries(plan.x, plan.compute)
-        if not isinstance(plan.context, tuple):
-            return q, *self._project.keys_values(plan.context, plan.compute)
+        if len(plan.context) == 1:
+            return q, *self._project.keys_values(plan.context[0], plan.compute)
         k, v = (rounded(array, plan.compute) for array in plan.context)
         return q, k, v
 
@@ -437,11 +442,9 @@ class MultiHeadAttention:
             out[...] = projected
         if not isinstance(result, AttentionResult):
             return out
-        lse, weights = result.lse, result.weights
-        return AttentionResult(
-            out, None if lse is None else lse[index],
-            None if weights is None else rounded(weights[index], plan.dtype),
-        )  # fmt: skip
+        lse = None if result.lse is None else result.lse[index]
+        weights = None if result.weights is None else rounded(result.weights[index], plan.dtype)
+        return AttentionResult(out, lse, weights)
 
 
 # ---- checks ----

@@ -27,26 +27,33 @@ What Attention leaves to a runtime, or where its description and its reference i
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..arguments import real
-from ..outputs import AttentionResult
-from ..scores import Window
+from ..arguments import as_floating, as_real
 from ..attention import attention as _fused
 from ..masks import structure
+from ..outputs import AttentionResult
+from ..scores import Window
+from ..storage import rounded
+from .inputs import integers, split_heads
 from .operators import rotary_embedding, tensor_scatter
 
 __all__ = ["AttentionOutputs", "attention", "operators", "rotary_embedding", "tensor_scatter"]
 
 Array = NDArray[Any]
 
+_NAME = "onnx.attention"  # in errors
 _DOUBLE = 11
 _PRECISIONS = {1: "FLOAT", 10: "FLOAT16", _DOUBLE: "DOUBLE", 16: "BFLOAT16"}  # numbers of TensorProto.DataType
-_RAW, _BIASED, _WEIGHTS = 0, 2, 3  # qk_matmul_output_mode; 1 is after softcap
+# qk_matmul_output_mode; 1 is after softcap
+_RAW = 0
+_BIASED = 2
+_WEIGHTS = 3
 
 
 class AttentionOutputs(NamedTuple):
@@ -70,13 +77,10 @@ class AttentionOutputs(NamedTuple):
     qk_matmul_output: Array | None
 
 
-# ---- attributes ----
-
-
 def _window(left: int, right: int) -> Window:
     for name, side in (("left_window_size", left), ("right_window_size", right)):
         if side < -1:
-            raise ValueError(f"onnx.attention: {name} is {side}; it must be -1 (unlimited) or at least 0")
+            raise ValueError(f"{_NAME}: {name} is {side}; it must be -1 (unlimited) or at least 0")
     if left == right == -1:
         return None
     return None if left == -1 else left, None if right == -1 else right
@@ -84,84 +88,53 @@ def _window(left: int, right: int) -> Window:
 
 def _check_attributes(is_causal: int, mode: int, precision: int | None, softcap: float, scale: float | None) -> None:
     if is_causal not in (0, 1):
-        raise ValueError(f"onnx.attention: is_causal is {is_causal!r}; it must be 0 or 1")
+        raise ValueError(f"{_NAME}: is_causal is {is_causal!r}; it must be 0 or 1")
     if mode not in (0, 1, 2, 3):
-        raise ValueError(f"onnx.attention: qk_matmul_output_mode is {mode!r}; it must be 0, 1, 2 or 3")
+        raise ValueError(f"{_NAME}: qk_matmul_output_mode is {mode!r}; it must be 0, 1, 2 or 3")
     if precision is not None and precision not in _PRECISIONS:
         known = ", ".join(f"{number} ({name})" for number, name in _PRECISIONS.items())
-        raise ValueError(f"onnx.attention: softmax_precision is {precision!r}; it must be one of {known}")
-    for name, value in (("scale", 1.0 if scale is None else scale), ("softcap", softcap)):
-        try:
-            real(value)
-        except (TypeError, ValueError):
-            raise TypeError(f"onnx.attention: {name} is {value!r}; it must be a number") from None
+        raise ValueError(f"{_NAME}: softmax_precision is {precision!r}; it must be one of {known}")
+    as_real(_NAME, "scale", 1.0 if scale is None else scale)
+    as_real(_NAME, "softcap", softcap)
     if not (math.isfinite(softcap) and softcap >= 0):
-        raise ValueError(f"onnx.attention: softcap is {softcap}; it must be positive, or 0 for no cap")
+        raise ValueError(f"{_NAME}: softcap is {softcap}; it must be positive, or 0 for no cap")
     if scale is not None and not (math.isfinite(scale) and scale >= 0):
         raise ValueError(
-            f"onnx.attention: scale is {scale}; it must be finite and not negative, for the operator multiplies "
+            f"{_NAME}: scale is {scale}; it must be finite and not negative, for the operator multiplies "
             "Q and K by its square root"
         )
 
 
-# ---- inputs ----
-
-
-def _split(name: str, array: Array, count: str, heads: int | None) -> Array:
-    """A 3-D input (batch, length, heads * width) as a view (batch, heads, length, width); a 4-D input as it is."""
-    if array.ndim == 4:
-        if heads is not None and heads != array.shape[1]:
-            raise ValueError(
-                f"onnx.attention: {count} is {heads} and {name} has shape {array.shape}, {array.shape[1]} heads"
-            )
-        return array
-    if heads is None or heads < 1:
-        raise ValueError(f"onnx.attention: {count} is {heads}; with 3-D inputs it must be a positive integer")
-    if array.shape[2] % heads:
-        raise ValueError(
-            f"onnx.attention: {name} has shape {array.shape}; its last axis must be a multiple of {count}, {heads}"
-        )
-    return array.reshape(*array.shape[:2], heads, array.shape[2] // heads).swapaxes(1, 2)
-
-
-def _inputs(Q: Array, K: Array, V: Array, q_heads: int | None, kv_heads: int | None) -> tuple[Array, Array, Array]:
+def _inputs(Q: Any, K: Any, V: Any, q_heads: int | None, kv_heads: int | None) -> tuple[Array, Array, Array]:
     """Q, K, V as (batch, heads, length, width)."""
+    wanted = "the operator takes float64, float32, float16 and bfloat16"
+    Q, K, V = (as_floating(_NAME, name, x, wanted) for name, x in (("Q", Q), ("K", K), ("V", V)))
     shapes = f"Q has shape {Q.shape}, K {K.shape}, V {V.shape}"
-    for name, array in (("Q", Q), ("K", K), ("V", V)):
-        if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
-            raise TypeError(
-                f"onnx.attention: {name} has dtype {array.dtype}; the operator takes float64, float32, float16 and "
-                "bfloat16"
-            )
     if Q.ndim not in (3, 4) or not Q.ndim == K.ndim == V.ndim:
-        raise ValueError(f"onnx.attention: Q, K and V must all have three axes or all four ({shapes})")
+        raise ValueError(f"{_NAME}: Q, K and V must all have three axes or all four ({shapes})")
     if not Q.shape[0] == K.shape[0] == V.shape[0]:
-        raise ValueError(f"onnx.attention: Q, K and V must have the same batch size ({shapes})")
-    return (
-        _split("Q", Q, "q_num_heads", q_heads),
-        _split("K", K, "kv_num_heads", kv_heads),
-        _split("V", V, "kv_num_heads", kv_heads),
-    )
+        raise ValueError(f"{_NAME}: Q, K and V must have the same batch size ({shapes})")
+    q = split_heads(_NAME, "Q", Q, "q_num_heads", q_heads, "3-D inputs")
+    k, v = (split_heads(_NAME, name, x, "kv_num_heads", kv_heads, "3-D inputs") for name, x in (("K", K), ("V", V)))
+    return q, k, v
 
 
 def _joined(name: str, past: Any, new: Array) -> Array:
     past = np.asarray(past)
     if past.ndim != 4 or past.shape[:2] != new.shape[:2] or past.shape[3] != new.shape[3]:
         batch, heads, _, width = new.shape
-        raise ValueError(
-            f"onnx.attention: {name} has shape {past.shape}; it must be ({batch}, {heads}, past length, {width})"
-        )
+        raise ValueError(f"{_NAME}: {name} has shape {past.shape}; it must be ({batch}, {heads}, past length, {width})")
     return np.concatenate((past, new), axis=2, dtype=new.dtype)
 
 
 def _with_past(k: Array, v: Array, past_key: Any, past_value: Any, lengths: Any) -> tuple[int, Array, Array]:
     """(past length, past and new keys, past and new values)."""
     if (past_key is None) != (past_value is None):
-        raise ValueError("onnx.attention: past_key and past_value must be given together")
+        raise ValueError(f"{_NAME}: past_key and past_value must be given together")
     if past_key is None:
         return 0, k, v
     if lengths is not None:
-        raise ValueError("onnx.attention: nonpad_kv_seqlen can't be combined with past_key and past_value")
+        raise ValueError(f"{_NAME}: nonpad_kv_seqlen can't be combined with past_key and past_value")
     keys, values = _joined("past_key", past_key, k), _joined("past_value", past_value, v)
     return keys.shape[2] - k.shape[2], keys, values
 
@@ -173,26 +146,17 @@ def _places(
     places: dict[str, Any] = {"causal": causal, "window": window}
     start: int | NDArray[np.intp] = past
     if nonpad_kv_seqlen is not None:
-        valid = _valid_keys(nonpad_kv_seqlen, *shape)
-        start, places["key_lengths"] = valid - queries, np.minimum(valid, reach)
+        valid = integers(_NAME, "nonpad_kv_seqlen", nonpad_kv_seqlen, shape[:1], "batch item")
+        if valid.size and (valid.min() < 0 or valid.max() > shape[1]):
+            raise ValueError(
+                f"{_NAME}: nonpad_kv_seqlen has values from {valid.min()} to {valid.max()}; they must lie between 0 "
+                f"and the number of keys, {shape[1]}"
+            )
+        start = valid.astype(np.intp) - queries
+        places["key_lengths"] = np.minimum(valid, reach).astype(np.intp)
     if causal or window is not None:
         places["q_start"] = start
     return places
-
-
-def _valid_keys(nonpad_kv_seqlen: Any, batch: int, keys: int) -> NDArray[np.intp]:
-    lengths = np.asarray(nonpad_kv_seqlen)
-    if lengths.dtype.kind not in "iu" or lengths.shape != (batch,):
-        raise ValueError(
-            f"onnx.attention: nonpad_kv_seqlen has shape {lengths.shape} and dtype {lengths.dtype}; "
-            f"it must be integers of shape ({batch},), one per batch item"
-        )
-    if lengths.size and (lengths.min() < 0 or lengths.max() > keys):
-        raise ValueError(
-            f"onnx.attention: nonpad_kv_seqlen has values from {lengths.min()} to {lengths.max()}; "
-            f"they must lie between 0 and the number of keys, {keys}"
-        )
-    return lengths.astype(np.intp)
 
 
 def _mask(attn_mask: Any, keys: int) -> tuple[Array | None, int]:
@@ -202,7 +166,7 @@ def _mask(attn_mask: Any, keys: int) -> tuple[Array | None, int]:
     mask = np.asarray(attn_mask)
     if mask.ndim == 0 or mask.ndim > 4 or mask.shape[-1] > keys:
         raise ValueError(
-            f"onnx.attention: attn_mask has shape {mask.shape}; it must have one to four axes and not more than {keys} "
+            f"{_NAME}: attn_mask has shape {mask.shape}; it must have one to four axes and not more than {keys} "
             "entries, one per key, on the last"
         )
     if mask.dtype.kind in "iu":  # the type list of the operator has integers: they are added, as floats are
@@ -250,12 +214,26 @@ def _add_masks(scores: Array, mask: Array | None, reach: int, places: dict[str, 
 
 
 def attention(
-    Q: ArrayLike, K: ArrayLike, V: ArrayLike, attn_mask: ArrayLike | None = None, past_key: ArrayLike | None = None,
-    past_value: ArrayLike | None = None, nonpad_kv_seqlen: ArrayLike | None = None, *, is_causal: int = 0,
-    kv_num_heads: int | None = None, left_window_size: int = -1, q_num_heads: int | None = None,
-    qk_matmul_output_mode: int = 0, right_window_size: int = -1, scale: float | None = None, softcap: float = 0.0,
-    softmax_precision: int | None = None, return_qk: bool = False, num_threads: int | None = None,
-) -> AttentionOutputs:  # fmt: skip
+    Q: ArrayLike,
+    K: ArrayLike,
+    V: ArrayLike,
+    attn_mask: ArrayLike | None = None,
+    past_key: ArrayLike | None = None,
+    past_value: ArrayLike | None = None,
+    nonpad_kv_seqlen: ArrayLike | None = None,
+    *,
+    is_causal: int = 0,
+    kv_num_heads: int | None = None,
+    left_window_size: int = -1,
+    q_num_heads: int | None = None,
+    qk_matmul_output_mode: int = 0,
+    right_window_size: int = -1,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    softmax_precision: int | None = None,
+    return_qk: bool = False,
+    num_threads: int | None = None,
+) -> AttentionOutputs:
     """The ONNX operator Attention of opsets 23, 24 and 25: inputs in its order, attributes by name.
 
     Parameters
@@ -328,7 +306,7 @@ def attention(
     """
     _check_attributes(is_causal, qk_matmul_output_mode, softmax_precision, softcap, scale)
     window = _window(left_window_size, right_window_size)
-    q, k, v = _inputs(np.asarray(Q), np.asarray(K), np.asarray(V), q_num_heads, kv_num_heads)
+    q, k, v = _inputs(Q, K, V, q_num_heads, kv_num_heads)
     past, k, v = _with_past(k, v, past_key, past_value, nonpad_kv_seqlen)
     present, dtype = (k, v), q.dtype.newbyteorder("=")
     (batch, _, queries, _), keys = q.shape, k.shape[2]
@@ -336,19 +314,17 @@ def attention(
     places = _places(bool(is_causal), window, past, nonpad_kv_seqlen, queries, (batch, keys), reach)
     if softmax_precision == _DOUBLE:
         q, k, v = (array.astype(np.float64, copy=False) for array in (q, k, v))
-    out = None
-    if np.ndim(Q) == 3:  # heads side by side: the pass writes them there, so that Y is a view
-        out = np.empty((batch, queries, q.shape[1], v.shape[3]), np.result_type(q, k, v))
     # The keys that a short mask does not reach are excluded in every row: left out, they need no padded mask.
     options: dict[str, Any] = {"mask" if mask is None or mask.dtype == np.bool_ else "bias": mask, **places}
-    result = _fused(
-        q, k[:, :, :reach], v[:, :, :reach], scale=scale, softcap=softcap or None, num_threads=num_threads,
-        out=None if out is None else out.swapaxes(1, 2),
-        return_weights=return_qk and qk_matmul_output_mode == _WEIGHTS, **options,
-    )  # fmt: skip
+    if np.ndim(Q) == 3:  # heads side by side: the pass writes them there, so that Y is a view
+        beside = np.empty((batch, queries, q.shape[1], v.shape[3]), np.result_type(q, k, v))
+        options["out"] = beside.swapaxes(1, 2)
+    options |= {"scale": scale, "softcap": softcap or None, "num_threads": num_threads}
+    options["return_weights"] = return_qk and qk_matmul_output_mode == _WEIGHTS
+    result = _fused(q, k[:, :, :reach], v[:, :, :reach], **options)
     Y, weights = (result.out, result.weights) if isinstance(result, AttentionResult) else (result, None)
-    if out is not None:
-        Y = out.reshape(batch, queries, q.shape[1] * v.shape[3])
+    if np.ndim(Q) == 3:
+        Y = beside.reshape(batch, queries, q.shape[1] * v.shape[3])
     scores = None
     if weights is not None:
         scores = np.zeros((*q.shape[:3], keys), dtype)
@@ -357,12 +333,8 @@ def attention(
         scores = _scores(q, k, scale, softcap if qk_matmul_output_mode != _RAW else 0)
         if qk_matmul_output_mode == _BIASED:
             _add_masks(scores, mask, reach, places)
-    return AttentionOutputs(_rounded(Y, dtype), *present, scores if scores is None else _rounded(scores, dtype))
-
-
-def _rounded(array: Array, dtype: np.dtype[Any]) -> Array:
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        return array.astype(dtype, copy=False)
+        scores = rounded(scores, dtype, overflow="ignore")
+    return AttentionOutputs(rounded(Y, dtype, overflow="ignore"), *present, scores)
 
 
 # ---- the reference evaluator ----
@@ -396,41 +368,27 @@ def operators() -> tuple[type[Any], ...]:
             "attentile.onnx: the classes for the reference evaluator need the package onnx; pip install onnx"
         ) from error
 
-    class Attention(OpRun):
-        """The operator Attention for onnx.reference.ReferenceEvaluator(model, new_ops=[Attention])."""
+    def operator(name: str, compute: Callable[..., tuple[Any, ...]]) -> type[Any]:
+        def _run(self: Any, *inputs: Any, **attributes: Any) -> tuple[Any, ...]:
+            given = {key: value for key, value in attributes.items() if value is not None}
+            return compute(self.onnx_node, *inputs, **given)
 
-        op_domain = ""
+        doc = f"The operator {name} for onnx.reference.ReferenceEvaluator(model, new_ops=[{name}])."
+        return type(name, (OpRun,), {"__doc__": doc, "__module__": __name__, "op_domain": "", "_run": _run})
 
-        def _run(self, *inputs: Any, **attributes: Any) -> tuple[Any, ...]:
-            names = list(self.onnx_node.output)
-            while not names[-1]:  # outputs left out at the end
-                names.pop()
-            given = {name: value for name, value in attributes.items() if value is not None}
-            outputs = attention(*inputs, **given, return_qk=len(names) == len(AttentionOutputs._fields))
-            return outputs[: len(names)]
+    return (
+        operator("Attention", _wanted_outputs),
+        operator("RotaryEmbedding", lambda _, *inputs, **given: (rotary_embedding(*inputs, **given),)),
+        operator("TensorScatter", lambda _, *inputs, **given: (tensor_scatter(*inputs, **given),)),
+    )
 
-    class RotaryEmbedding(OpRun):
-        """The operator RotaryEmbedding for onnx.reference.ReferenceEvaluator."""
 
-        op_domain = ""
-
-        def _run(self, *inputs: Any, **attributes: Any) -> tuple[Any, ...]:
-            given = {name: value for name, value in attributes.items() if value is not None}
-            return (rotary_embedding(*inputs, **given),)
-
-    class TensorScatter(OpRun):
-        """The operator TensorScatter for onnx.reference.ReferenceEvaluator."""
-
-        op_domain = ""
-
-        def _run(self, *inputs: Any, **attributes: Any) -> tuple[Any, ...]:
-            given = {name: value for name, value in attributes.items() if value is not None}
-            return (tensor_scatter(*inputs, **given),)
-
-    classes: tuple[type[Any], ...] = (Attention, RotaryEmbedding, TensorScatter)
-    for operator in classes:
-        operator.__qualname__ = operator.__name__
-    return classes
+def _wanted_outputs(node: Any, *inputs: Any, **given: Any) -> tuple[Any, ...]:
+    """Those outputs of Attention that the node names, the last of which may be left out."""
+    names = list(node.output)
+    while not names[-1]:
+        names.pop()
+    return attention(*inputs, **given, return_qk=len(names) == len(AttentionOutputs._fields))[: len(names)]
 
 
 def __getattr__(name: str) -> Any:

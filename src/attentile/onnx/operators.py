@@ -16,45 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..arguments import index
+from ..arguments import as_floating, integer
 from ..positions.rotary import rotary_embedding as _rotary
+from .inputs import integers, split_heads
 
 Array = NDArray[Any]
 
-
-# ---- RotaryEmbedding ----
-
-
-def _floating(name: str, value: Any) -> Array:
-    array = np.asarray(value)
-    if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
-        raise TypeError(
-            f"onnx.rotary_embedding: {name} has dtype {array.dtype}; the operator takes float32, float16 and bfloat16, "
-            "here float64 too"
-        )
-    return array
-
-
-def _heads(x: Array, num_heads: int | None) -> Array:
-    """X as a view (batch, heads, length, head size)."""
-    if x.ndim == 4:
-        if num_heads and num_heads != x.shape[1]:
-            raise ValueError(
-                f"onnx.rotary_embedding: num_heads is {num_heads} and X has shape {x.shape}, {x.shape[1]} heads"
-            )
-        return x
-    if x.ndim != 3:
-        raise ValueError(
-            f"onnx.rotary_embedding: X has shape {x.shape}; it must be (batch, heads, length, head size) or "
-            "(batch, length, hidden size)"
-        )
-    if num_heads is None or num_heads < 1:
-        raise ValueError(f"onnx.rotary_embedding: num_heads is {num_heads}; with a 3-D X it must be a positive integer")
-    if x.shape[2] % num_heads:
-        raise ValueError(
-            f"onnx.rotary_embedding: X has shape {x.shape}; its last axis must be a multiple of num_heads, {num_heads}"
-        )
-    return x.reshape(*x.shape[:2], num_heads, x.shape[2] // num_heads).swapaxes(1, 2)
+_ROTARY, _SCATTER = "onnx.rotary_embedding", "onnx.tensor_scatter"  # in errors
 
 
 def _rotated(rotary_embedding_dim: int, width: int) -> int:
@@ -62,8 +30,7 @@ def _rotated(rotary_embedding_dim: int, width: int) -> int:
     if not 0 < dim <= width or dim % 2:
         name = "rotary_embedding_dim" if rotary_embedding_dim else "the head size"
         raise ValueError(
-            f"onnx.rotary_embedding: {name} is {dim}; the rotated part must be even, positive and at most {width}, the "
-            "head size"
+            f"{_ROTARY}: {name} is {dim}; the rotated part must be even, positive and at most {width}, the head size"
         )
     return dim
 
@@ -75,30 +42,31 @@ def _caches(cos: Array, sin: Array, position_ids: Any, batch: int, rows: int, ha
     fits = cos.ndim == axes and cos.shape == sin.shape and cos.shape[-1] == half
     if not fits or (position_ids is None and cos.shape[:2] != (batch, rows)):
         raise ValueError(
-            f"onnx.rotary_embedding: cos_cache has shape {cos.shape} and sin_cache {sin.shape}; {why} both must be "
+            f"{_ROTARY}: cos_cache has shape {cos.shape} and sin_cache {sin.shape}; {why} both must be "
             f"{expected}, half the rotated part on the last axis"
         )
     if position_ids is None:
         places = np.arange(batch * rows, dtype=np.int64).reshape(batch, rows)
         return cos.reshape(-1, half), sin.reshape(-1, half), places
-    ids = np.asarray(position_ids)
-    if ids.dtype.kind not in "iu" or ids.shape != (batch, rows):
-        raise ValueError(
-            f"onnx.rotary_embedding: position_ids has shape {ids.shape} and dtype {ids.dtype}; it must be integers of "
-            f"shape ({batch}, {rows}), one per token"
-        )
+    ids = integers(_ROTARY, "position_ids", position_ids, (batch, rows), "token")
     if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < len(cos):
         raise IndexError(
-            f"onnx.rotary_embedding: position_ids run from {ids.min()} to {ids.max()}; they must lie between 0 and "
+            f"{_ROTARY}: position_ids run from {ids.min()} to {ids.max()}; they must lie between 0 and "
             f"{len(cos) - 1}, the last row of the caches"
         )
     return cos, sin, ids
 
 
 def rotary_embedding(
-    X: ArrayLike, cos_cache: ArrayLike, sin_cache: ArrayLike, position_ids: ArrayLike | None = None, *,
-    interleaved: int = 0, num_heads: int | None = None, rotary_embedding_dim: int = 0,
-) -> Array:  # fmt: skip
+    X: ArrayLike,
+    cos_cache: ArrayLike,
+    sin_cache: ArrayLike,
+    position_ids: ArrayLike | None = None,
+    *,
+    interleaved: int = 0,
+    num_heads: int | None = None,
+    rotary_embedding_dim: int = 0,
+) -> Array:
     """The ONNX operator RotaryEmbedding of opset 23: inputs in its order, attributes by name.
 
     Parameters
@@ -143,9 +111,20 @@ def rotary_embedding(
     (1, 2, 3, 4)
     """
     if interleaved not in (0, 1):
-        raise ValueError(f"onnx.rotary_embedding: interleaved is {interleaved!r}; it must be 0 or 1")
-    given, cos, sin = _floating("X", X), _floating("cos_cache", cos_cache), _floating("sin_cache", sin_cache)
-    x = _heads(given, num_heads)
+        raise ValueError(f"{_ROTARY}: interleaved is {interleaved!r}; it must be 0 or 1")
+    wanted = "the operator takes float32, float16 and bfloat16, here float64 too"
+    given, cos, sin = (
+        as_floating(_ROTARY, name, value, wanted)
+        for name, value in (("X", X), ("cos_cache", cos_cache), ("sin_cache", sin_cache))
+    )
+    if given.ndim not in (3, 4):
+        raise ValueError(
+            f"{_ROTARY}: X has shape {given.shape}; it must be (batch, heads, length, head size) or "
+            "(batch, length, hidden size)"
+        )
+    if given.ndim == 4 and num_heads == 0:  # the attribute's default
+        num_heads = None
+    x = split_heads(_ROTARY, "X", given, "num_heads", num_heads, "a 3-D X")
     batch, heads, rows, width = x.shape
     dim = _rotated(rotary_embedding_dim, width)
     cos, sin, places = _caches(cos, sin, position_ids, batch, rows, dim // 2)
@@ -164,21 +143,17 @@ def _cache_axis(past: Array, update: Array, axis: int) -> int:
     """The axis counted from the front, after the checks of the shapes."""
     shapes = f"past_cache has shape {past.shape} and update {update.shape}"
     if past.ndim < 2 or past.ndim != update.ndim:
-        raise ValueError(f"onnx.tensor_scatter: {shapes}; they need the same number of axes, at least two")
-    try:
-        axis = index(axis)
-    except TypeError:
-        raise TypeError(f"onnx.tensor_scatter: axis is {axis!r}; it must be an integer") from None
+        raise ValueError(f"{_SCATTER}: {shapes}; they need the same number of axes, at least two")
+    axis = integer(_SCATTER, "axis", axis, wanted="an integer")
     if not -past.ndim < axis < past.ndim or axis == 0:
         raise ValueError(
-            f"onnx.tensor_scatter: axis is {axis}; it must name one of the {past.ndim} axes but not the first, the "
-            "batch"
+            f"{_SCATTER}: axis is {axis}; it must name one of the {past.ndim} axes but not the first, the batch"
         )
     axis %= past.ndim
     others = [n for n in range(past.ndim) if n != axis]
     if any(past.shape[n] != update.shape[n] for n in others) or update.shape[axis] > past.shape[axis]:
         raise ValueError(
-            f"onnx.tensor_scatter: {shapes}; they must agree but for axis {axis}, where update must not be the longer"
+            f"{_SCATTER}: {shapes}; they must agree but for axis {axis}, where update must not be the longer"
         )
     return axis
 
@@ -187,26 +162,25 @@ def _write_starts(write_indices: Any, batch: int, size: int, new: int, mode: str
     """Where the update of each batch item starts in the cache."""
     if write_indices is None:
         return [0] * batch
-    indices = np.asarray(write_indices)
-    if indices.dtype.kind not in "iu" or indices.shape != (batch,):
-        raise ValueError(
-            f"onnx.tensor_scatter: write_indices has shape {indices.shape} and dtype {indices.dtype}; it must be "
-            f"integers of shape ({batch},), one per batch item"
-        )
+    indices = integers(_SCATTER, "write_indices", write_indices, (batch,), "batch item")
     if mode == "circular":
         return [int(start) % size if size else 0 for start in indices.tolist()]
     if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) <= size - new:
         raise ValueError(
-            f"onnx.tensor_scatter: write_indices run from {indices.min()} to {indices.max()}; in linear mode they must "
+            f"{_SCATTER}: write_indices run from {indices.min()} to {indices.max()}; in linear mode they must "
             f"lie between 0 and {size - new}, so that {new} entries fit into {size} (mode='circular' wraps around)"
         )
     return [int(start) for start in indices.tolist()]
 
 
 def tensor_scatter(
-    past_cache: ArrayLike, update: ArrayLike, write_indices: ArrayLike | None = None, *, axis: int = -2,
+    past_cache: ArrayLike,
+    update: ArrayLike,
+    write_indices: ArrayLike | None = None,
+    *,
+    axis: int = -2,
     mode: str = "linear",
-) -> Array:  # fmt: skip
+) -> Array:
     """The ONNX operator TensorScatter of opset 24: a cache with new entries at an index per batch item.
 
     Parameters
@@ -247,11 +221,9 @@ def tensor_scatter(
     """
     past, new = np.asarray(past_cache), np.asarray(update)
     if mode not in ("linear", "circular"):
-        raise ValueError(f"onnx.tensor_scatter: mode is {mode!r}; it must be 'linear' or 'circular'")
+        raise ValueError(f"{_SCATTER}: mode is {mode!r}; it must be 'linear' or 'circular'")
     if past.dtype != new.dtype:
-        raise TypeError(
-            f"onnx.tensor_scatter: past_cache has dtype {past.dtype} and update {new.dtype}; make them equal"
-        )
+        raise TypeError(f"{_SCATTER}: past_cache has dtype {past.dtype} and update {new.dtype}; make them equal")
     along = _cache_axis(past, new, axis)
     size, length = past.shape[along], new.shape[along]
     starts = _write_starts(write_indices, len(past), size, length, mode)

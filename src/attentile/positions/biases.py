@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..arguments import positive_index
-from .sinusoids import _integer
+from ..arguments import integer, positive_index
+from ..storage import is_floating
 
 Array = NDArray[Any]
 
@@ -57,12 +57,9 @@ _FAR = 2**60  # a position is clipped to it, so that sums cannot wrap; tables en
 
 
 def _sizes(function: str, queries: Any, keys: Any, q_start: Any) -> tuple[int, int, int]:
-    rows, columns, first = (
-        _integer(name, value, function) for name, value in (("queries", queries), ("keys", keys), ("q_start", q_start))
-    )
-    for name, value in (("queries", rows), ("keys", columns)):
-        if value < 0:
-            raise ValueError(f"{function}: {name} is {value}; it must be 0 or a positive integer")
+    rows = integer(function, "queries", queries, 0, otherwise="0 or a positive integer")
+    columns = integer(function, "keys", keys, 0, otherwise="0 or a positive integer")
+    first = integer(function, "q_start", q_start)
     return rows, columns, max(-_FAR, min(first, _FAR))
 
 
@@ -71,7 +68,7 @@ def _table(function: str, table: Any, axes: str) -> Array:
     array = np.asarray(table)
     if array.ndim != 2:
         raise ValueError(f"{function}: table has shape {array.shape}; it must have two axes, {axes}")
-    if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
+    if not is_floating(array.dtype):
         raise TypeError(
             f"{function}: table has dtype {array.dtype}; it must be floating (.astype(np.float32) makes one)"
         )
@@ -162,7 +159,8 @@ def _bucket_starts(buckets: int, max_distance: int) -> Array:
     share = buckets - exact
     starts = list(range(1, exact + 1))
     for t in range(1, share):
-        bound, low, high = max_distance**t * exact ** (share - t), starts[-1], max_distance
+        bound = max_distance**t * exact ** (share - t)
+        low, high = starts[-1], max_distance
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if middle**share >= bound else (middle + 1, high)

@@ -8,17 +8,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..arguments import as_array, check_out, index
+from ..arguments import as_array, check_out, finite, flag, integer
 from ..core import twin_angles
-from ..runtime import config
-from ..storage import promoted, ready
+from ..core.twin_angles import Turn
+from ..runtime import backend
+from ..runtime.threads import threads_for
+from ..storage import promoted, ready, rounded
 from .scaling import (
     DEFAULT_BASE,
+    NAME,
     Frequencies,
     counted_length,
     depends_on_length,
-    flag,
-    number,
     plain_frequencies,
     read_scaling,
     scaled_frequencies,
@@ -41,48 +42,29 @@ class Places(NamedTuple):
     largest: int
 
 
-class Turn(NamedTuple):
-    """What the core takes besides arrays and positions; either high and low, or cosines and sines."""
-
-    pairs: int
-    neighbours: bool
-    high: Array | None
-    low: Array | None
-    cosines: Array | None
-    sines: Array | None
-    cosine_factor: float
-    sine_factor: float
-
-
 # ---- checks ----
-
-
-def _integer(name: str, value: Any) -> int:
-    try:
-        return index(value)
-    except TypeError:
-        raise TypeError(f"rotary_embedding: {name} is {value!r}; it must be an integer (int() converts it)") from None
 
 
 def _rotary_dim(rotary_dim: Any, width: int, fraction: float | None = None) -> int:
     """Number of elements that are turned."""
-    if rotary_dim is None:
-        dim, name = (width, "the last axis of x") if fraction is None else (int(width * fraction), "rotary_dim")
-    else:
-        dim, name = _integer("rotary_dim", rotary_dim), "rotary_dim"
-        if fraction is not None and dim != int(width * fraction):
+    dim = width if fraction is None else int(width * fraction)
+    if rotary_dim is not None:
+        given = integer(NAME, "rotary_dim", rotary_dim)
+        if fraction is not None and given != dim:
             raise ValueError(
-                f"rotary_embedding: rotary_dim is {dim} and scaling['partial_rotary_factor'] is {fraction}, which "
-                f"makes {int(width * fraction)} of {width}; leave out one of the two"
+                f"{NAME}: rotary_dim is {given} and scaling['partial_rotary_factor'] is {fraction}, which makes {dim} "
+                f"of {width}; leave out one of the two"
             )
-    if dim <= 0 or dim > width or dim % 2:
-        raise ValueError(
-            f"rotary_embedding: {name} is {dim}; the number of rotated elements must be even, positive and at most "
-            f"{width}, the last axis of x (rotary_dim={max(width // 2 * 2, 2)} turns the most pairs)"
-            if width > 1
-            else f"rotary_embedding: {name} is {dim}; x needs at least two elements, one pair, on its last axis"
-        )
-    return dim
+        dim = given
+    if 0 < dim <= width and dim % 2 == 0:
+        return dim
+    name = "the last axis of x" if rotary_dim is None and fraction is None else "rotary_dim"
+    if width < 2:
+        raise ValueError(f"{NAME}: {name} is {dim}; x needs at least two elements, one pair, on its last axis")
+    raise ValueError(
+        f"{NAME}: {name} is {dim}; the number of rotated elements must be even, positive and at most {width}, the last "
+        f"axis of x (rotary_dim={width // 2 * 2} turns the most pairs)"
+    )
 
 
 def _plain(array: Array, dtype: type) -> Array:
@@ -94,25 +76,22 @@ def _given_positions(positions: Any, lead: tuple[int, ...], rows: int) -> Array:
     """An array of positions as int64 (1 or items, L)."""
     array = np.asarray(positions)
     if array.dtype.kind not in "iu" and not (array.size == 0 and isinstance(positions, (list, tuple))):
-        raise TypeError(
-            f"rotary_embedding: positions has dtype {array.dtype}; positions must be integers (.astype(np.int64))"
-        )
+        raise TypeError(f"{NAME}: positions has dtype {array.dtype}; positions must be integers (.astype(np.int64))")
     if array.shape[-1:] != (rows,):
         raise ValueError(
-            f"rotary_embedding: positions has shape {array.shape}; its last axis must be L = {rows}, one position per "
+            f"{NAME}: positions has shape {array.shape}; its last axis must be L = {rows}, one position per "
             "row of x (an int is the position of the first row)"
         )
     try:
         shaped = np.broadcast_to(array, (*lead, rows))
     except ValueError:
         raise ValueError(
-            f"rotary_embedding: positions has shape {array.shape}; it must be ({rows},) or broadcast to "
+            f"{NAME}: positions has shape {array.shape}; it must be ({rows},) or broadcast to "
             f"{(*lead, rows)}, the batch axes of x and L"
         ) from None
     if array.size and not -_FARTHEST <= int(array.min()) <= int(array.max()) <= _FARTHEST:
         raise ValueError(
-            f"rotary_embedding: positions run from {array.min()} to {array.max()}; they must stay within -2**50 and "
-            "2**50"
+            f"{NAME}: positions run from {array.min()} to {array.max()}; they must stay within -2**50 and 2**50"
         )
     one = array.size == rows  # all items share it
     return _plain(array.reshape(1, rows) if one else shaped.reshape(-1, rows), np.int64)
@@ -124,10 +103,10 @@ def _places(positions: Any, lead: tuple[int, ...], rows: int) -> Places:
     if type(positions) is int and 0 <= positions <= _FARTHEST - rows:
         return Places(positions, None, positions, positions + rows - 1)
     if isinstance(positions, (int, np.integer)) or (isinstance(positions, np.ndarray) and positions.ndim == 0):
-        first = _integer("positions", positions if not isinstance(positions, np.ndarray) else positions[()])
+        first = integer(NAME, "positions", positions if not isinstance(positions, np.ndarray) else positions[()])
         if not -_FARTHEST <= first <= first + max(rows - 1, 0) <= _FARTHEST:
             raise ValueError(
-                f"rotary_embedding: positions={first} puts {rows} rows at positions up to {first + rows - 1}; they "
+                f"{NAME}: positions={first} puts {rows} rows at positions up to {first + rows - 1}; they "
                 "must stay within -2**50 and 2**50"
             )
         return Places(first, None, first, first + rows - 1)
@@ -141,12 +120,10 @@ def _places(positions: Any, lead: tuple[int, ...], rows: int) -> Places:
 def _table(name: str, table: Any, dim: int) -> Array:
     array = np.asarray(table)
     if (array.dtype.kind != "f" or array.itemsize > 8) and array.dtype.name != "bfloat16":
-        raise TypeError(
-            f"rotary_embedding: {name} has dtype {array.dtype}; it must be float64, float32, float16 or bfloat16"
-        )
+        raise TypeError(f"{NAME}: {name} has dtype {array.dtype}; it must be float64, float32, float16 or bfloat16")
     if array.ndim != 2 or array.shape[1] != dim // 2:
         raise ValueError(
-            f"rotary_embedding: {name} has shape {array.shape}; it must be (positions, rotary_dim / 2) = "
+            f"{NAME}: {name} has shape {array.shape}; it must be (positions, rotary_dim / 2) = "
             f"(positions, {dim // 2}), one column per pair (of a table that repeats its columns, give the first half)"
         )
     return array
@@ -156,18 +133,16 @@ def _from_tables(cos: Any, sin: Any, dim: int, places: Places, inverse: bool) ->
     """Both tables in float32 or float64 as the core takes them, and the positions as rows of them."""
     if cos is None or sin is None:
         raise ValueError(
-            f"rotary_embedding: {'cos' if sin is None else 'sin'} is given without {'sin' if sin is None else 'cos'}; "
+            f"{NAME}: {'cos' if sin is None else 'sin'} is given without {'sin' if sin is None else 'cos'}; "
             "give both tables"
         )
     tables = _table("cos", cos, dim), _table("sin", sin, dim)
     if tables[0].shape != tables[1].shape:
-        raise ValueError(
-            f"rotary_embedding: cos has shape {tables[0].shape} and sin {tables[1].shape}; they must be equal"
-        )
+        raise ValueError(f"{NAME}: cos has shape {tables[0].shape} and sin {tables[1].shape}; they must be equal")
     n = len(tables[0])
     if places.smallest <= places.largest and not 0 <= places.smallest <= places.largest < n:
         raise IndexError(
-            f"rotary_embedding: positions run from {places.smallest} to {places.largest} and the tables have {n} rows; "
+            f"{NAME}: positions run from {places.smallest} to {places.largest} and the tables have {n} rows; "
             f"with cos= and sin= each position must lie between 0 and {n - 1}"
         )
     dtype = tables[0].dtype
@@ -194,7 +169,7 @@ def _undone(cosines: Array, sines: Array) -> tuple[Array, Array]:
         if (size == 0).any():
             row, pair = np.argwhere(size == 0)[0]
             raise ValueError(
-                "rotary_embedding: inverse=True cannot undo a pair whose cosine and sine are both 0, as in pair "
+                f"{NAME}: inverse=True cannot undo a pair whose cosine and sine are both 0, as in pair "
                 f"{pair} of row {row} of those that the call uses"
             )
         return cosines / size / size, sines / size / size
@@ -202,7 +177,7 @@ def _undone(cosines: Array, sines: Array) -> tuple[Array, Array]:
 
 def _frequencies(base: Any, rotary_dim: Any, scaling: Any, width: int, places: Places) -> tuple[int, Frequencies]:
     """(rotary_dim, frequencies)"""
-    real = number("base", base)
+    real = finite(NAME, "base", base)
     if scaling is None:
         dim = _rotary_dim(rotary_dim, width)
         found = plain_frequencies(real, dim)
@@ -210,56 +185,36 @@ def _frequencies(base: Any, rotary_dim: Any, scaling: Any, width: int, places: P
         rules = read_scaling(scaling)
         if rules.base is not None and real not in (DEFAULT_BASE, rules.base):
             raise ValueError(
-                f"rotary_embedding: base is {real} and scaling['rope_theta'] is {rules.base}; leave out one of the two"
+                f"{NAME}: base is {real} and scaling['rope_theta'] is {rules.base}; leave out one of the two"
             )
         dim = _rotary_dim(rotary_dim, width, rules.rotary_fraction)
         found = scaled_frequencies(rules, real if rules.base is None else rules.base, dim, places.largest + 1)
     reach = max(abs(places.smallest), abs(places.largest)) if places.smallest <= places.largest else 0
     if found.largest * max(reach, 1) > _QUARTERS:
         raise ValueError(
-            f"rotary_embedding: base is {real}, with which positions up to {reach} turn by more than 2**50 radians; "
+            f"{NAME}: base is {real}, with which positions up to {reach} turn by more than 2**50 radians; "
             "use a larger base or smaller positions"
         )
     return dim, found
 
 
-def _turn(
-    width: int, places: Places, base: Any, rotary_dim: Any, interleaved: bool, scaling: Any, cos: Any, sin: Any,
-    inverse: bool,
-) -> tuple[Turn, Places]:  # fmt: skip
-    sign = -1.0 if inverse else 1.0
-    if cos is None and sin is None:
-        dim, found = _frequencies(base, rotary_dim, scaling, width, places)
-        factor = 1.0 / found.attention_factor if inverse else found.attention_factor
-        return Turn(dim // 2, interleaved, found.high, found.low, None, None, factor, sign * factor), places
-    if scaling is not None or not (isinstance(base, (int, float)) and base == DEFAULT_BASE):
-        name = "scaling" if scaling is not None else "base"
-        raise ValueError(
-            f"rotary_embedding: {name} is given with cos and sin; tables hold the angles already, so leave {name} out"
-        )
+def _turn_by_angle(
+    width: int, places: Places, base: Any, rotary_dim: Any, scaling: Any, interleaved: bool, inverse: bool
+) -> Turn:
+    dim, found = _frequencies(base, rotary_dim, scaling, width, places)
+    factor = 1.0 / found.attention_factor if inverse else found.attention_factor
+    return Turn(dim // 2, interleaved, found.high, found.low, None, None, factor, -factor if inverse else factor)
+
+
+def _turn_by_table(
+    width: int, places: Places, rotary_dim: Any, cos: Any, sin: Any, interleaved: bool, inverse: bool
+) -> tuple[Turn, Places]:
     dim = _rotary_dim(rotary_dim, width)
     cosines, sines, places = _from_tables(cos, sin, dim, places, inverse)
-    return Turn(dim // 2, interleaved, None, None, cosines, sines, 1.0, sign), places
+    return Turn(dim // 2, interleaved, None, None, cosines, sines, 1.0, -1.0 if inverse else 1.0), places
 
 
 # ---- memory ----
-
-
-def _rounded(array: Array, dtype: np.dtype[Any]) -> Array:
-    """float64 to half precision, rounded once. Casts to bfloat16 go through float32, so that comes first, rounded to
-    odd: a last bit that is set wherever something was lost keeps the second rounding from seeing a tie."""
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        if dtype == np.float16:
-            return array.astype(dtype)
-        single = array.astype(np.float32)
-        bits = single.view(np.uint32)
-        bits -= np.abs(single) > np.abs(array)  # towards zero
-        bits |= single != array
-        return single.astype(dtype)
-
-
-def _same_memory(a: Array, b: Array) -> bool:
-    return a.ctypes.data == b.ctypes.data and a.strides == b.strides and a.dtype == b.dtype
 
 
 def _four_axes(array: Array) -> Array:
@@ -273,7 +228,10 @@ def _four_axes(array: Array) -> Array:
 
 def _apart(x: Array, out: Array) -> Array:
     """x, or a copy of it if it shares memory with out other than element by element."""
-    return x if x is out or not np.may_share_memory(x, out) or _same_memory(x, out) else x.copy()
+    if x is out or not np.may_share_memory(x, out):
+        return x
+    same = x.ctypes.data == out.ctypes.data and x.strides == out.strides and x.dtype == out.dtype
+    return x if same else x.copy()
 
 
 def _rotate_half(x: Array, out: Array, run: Callable[..., None], turn: Turn, places: Places, threads: int) -> None:
@@ -288,18 +246,18 @@ def _rotate_half(x: Array, out: Array, run: Callable[..., None], turn: Turn, pla
             at = places.array
             if at is not None:
                 at = np.ascontiguousarray(at[slice(0, 1) if len(at) == 1 else cut[0], cut[2]])
-            run(chunk, chunk, *turn[:2], at, places.first + start, *turn[2:], threads)
-            out[cut] = _rounded(chunk, out.dtype)
+            run(chunk, chunk, turn, at, places.first + start, threads)
+            out[cut] = rounded(chunk, out.dtype, overflow="ignore")
 
 
 def _rotate(x: Array, out: Array, compute: np.dtype[Any], turn: Turn, places: Places) -> None:
     """Non-empty x turned into out, both of any layout; out has the dtype of the result."""
-    core, threads = config.core(), config.threads_for(None, "rotary_embedding")
-    run: Callable[..., None] = core.rotate if core is not None else twin_angles.rotate
+    run: Callable[..., None] = (backend.active or twin_angles).rotate
+    threads = threads_for(None, NAME)
     plain = x.ndim == 4 and out.dtype is x.dtype is compute and x.flags.c_contiguous and out.flags.c_contiguous
     if plain and x.flags.aligned and out.flags.aligned and (x is out or not np.may_share_memory(x, out)):
         # One token of 32 heads takes less than the questions below.
-        run(x, out, *turn[:2], places.array, places.first, *turn[2:], threads)
+        run(x, out, turn, places.array, places.first, threads)
         return
     target = _four_axes(out)
     if not np.may_share_memory(target, out):  # more than four axes that do not fold
@@ -310,7 +268,7 @@ def _rotate(x: Array, out: Array, compute: np.dtype[Any], turn: Turn, places: Pl
         given = _four_axes(_apart(ready(x, compute), out))
         aligned = target.flags.aligned and (target.shape[-1] == 1 or target.strides[-1] == target.itemsize)
         direct = target if aligned else np.empty(target.shape, compute)
-        run(ready(given, compute), direct, *turn[:2], places.array, places.first, *turn[2:], threads)
+        run(ready(given, compute), direct, turn, places.array, places.first, threads)
         if direct is not target:
             target[...] = direct
     if not np.may_share_memory(target, out):
@@ -321,10 +279,18 @@ def _rotate(x: Array, out: Array, compute: np.dtype[Any], turn: Turn, places: Pl
 
 
 def rotary_embedding(
-    x: ArrayLike, positions: ArrayLike | None = None, *, base: float = DEFAULT_BASE, rotary_dim: int | None = None,
-    interleaved: bool = False, scaling: Mapping[str, Any] | None = None, cos: ArrayLike | None = None,
-    sin: ArrayLike | None = None, inverse: bool = False, out: Array | None = None,
-) -> Array:  # fmt: skip
+    x: ArrayLike,
+    positions: ArrayLike | None = None,
+    *,
+    base: float = DEFAULT_BASE,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    scaling: Mapping[str, Any] | None = None,
+    cos: ArrayLike | None = None,
+    sin: ArrayLike | None = None,
+    inverse: bool = False,
+    out: Array | None = None,
+) -> Array:
     """Rotary position embedding: each pair of elements of a row is turned by an angle proportional to its position.
 
     With angle = position * base**(-2i / rotary_dim) a pair (a, b) becomes
@@ -393,19 +359,27 @@ def rotary_embedding(
     >>> np.allclose(rotary_embedding(rotary_embedding(q, scaling=yarn), scaling=yarn, inverse=True), q)
     True
     """
-    array = as_array("rotary_embedding", "x", x)
+    array = as_array(NAME, "x", x)
     if array.ndim < 2:
-        raise ValueError(f"rotary_embedding: x has shape {array.shape}; it needs at least two axes, (L, D)")
+        raise ValueError(f"{NAME}: x has shape {array.shape}; it needs at least two axes, (L, D)")
     compute = dtype = array.dtype
     if dtype is not _FLOAT32 and dtype is not _FLOAT64:
-        compute, dtype = promoted("rotary_embedding", array)
-    paired, back = flag("interleaved", interleaved), flag("inverse", inverse)
-    places = _places(positions, array.shape[:-3], array.shape[-2])
-    turn, places = _turn(array.shape[-1], places, base, rotary_dim, paired, scaling, cos, sin, back)
+        compute, dtype = promoted(NAME, array)
+    paired, back = flag(NAME, "interleaved", interleaved), flag(NAME, "inverse", inverse)
+    places, width = _places(positions, array.shape[:-3], array.shape[-2]), array.shape[-1]
+    if cos is None and sin is None:
+        turn = _turn_by_angle(width, places, base, rotary_dim, scaling, paired, back)
+    else:
+        if scaling is not None or not (isinstance(base, (int, float)) and base == DEFAULT_BASE):
+            also = "scaling" if scaling is not None else "base"
+            raise ValueError(
+                f"{NAME}: {also} is given with cos and sin; tables hold the angles already, so leave {also} out"
+            )
+        turn, places = _turn_by_table(width, places, rotary_dim, cos, sin, paired, back)
     if out is None:
         out = np.empty(array.shape, dtype)
     else:
-        check_out("rotary_embedding", out, array.shape, dtype)
+        check_out(NAME, out, array.shape, dtype)
         if turn.cosines is not None and turn.sines is not None:
             turn = turn._replace(cosines=_not_in(out, turn.cosines), sines=_not_in(out, turn.sines))
         places = places if places.array is None else places._replace(array=_not_in(out, places.array))
@@ -459,7 +433,8 @@ def _settled(options: Mapping[str, Any], width: int) -> tuple[Any, ...]:
 
     The tables are last.
     """
-    base, fraction, scaling = number("base", options.get("base", DEFAULT_BASE)), None, None
+    base = finite(NAME, "base", options.get("base", DEFAULT_BASE))
+    fraction = scaling = None
     if options.get("scaling") is not None:
         rules = read_scaling(options["scaling"])
         base, fraction = base if rules.base is None else rules.base, rules.rotary_fraction

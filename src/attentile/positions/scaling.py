@@ -20,11 +20,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ..arguments import finite, flag
 
 if TYPE_CHECKING:
     from decimal import Decimal
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 Values = tuple[tuple[str, Any], ...]
 
+NAME = "rotary_embedding"  # in errors
 DEFAULT_BASE = 10000.0
 _PI = "3.14159265358979323846264338327950288419716939937510582097494459230781640628620900"
 _TRAINED, _REACHED = "original_max_position_embeddings", "max_position_embeddings"
@@ -58,60 +60,30 @@ class Scaling(NamedTuple):
 # ---- checks of the dictionary ----
 
 
-def number(name: str, value: Any, least: float = 0.0, above: bool = True) -> float:
-    """value as a finite float above (or at least) `least`, with the message of rotary_embedding."""
-    if type(value) is float and least < value < math.inf:
-        return value
-    if not isinstance(value, Real) or isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"rotary_embedding: {name} is {value!r}; it must be a real number (float() converts it)")
-    try:
-        found = float(value)
-    except OverflowError:
-        found = math.inf
-    if not (math.isfinite(found) and (found > least or (found == least and not above))):
-        wanted = ("positive" if least == 0 else f"above {least:g}") if above else f"at least {least:g}"
-        raise ValueError(f"rotary_embedding: {name} is {value!r}; it must be finite and {wanted}")
-    return found
-
-
-def _positive(name: str, value: Any) -> float:
-    return number(name, value)
-
-
-def _not_negative(name: str, value: Any) -> float:
-    return number(name, value, above=False)
-
-
-def _at_least_one(name: str, value: Any) -> float:
-    return number(name, value, 1.0, above=False)
-
-
-def _length(name: str, value: Any) -> float:
-    found = number(name, value, 2.0, above=False)
+def _length(function: str, name: str, value: Any, least: float) -> float:
+    found = finite(function, name, value, least)
     if found != int(found):
-        raise ValueError(f"rotary_embedding: {name} is {value!r}; it must be a whole number of tokens")
+        raise ValueError(f"{function}: {name} is {value!r}; it must be a whole number of tokens")
     return found
 
 
-def flag(name: str, value: Any) -> bool:
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"rotary_embedding: {name} is {value!r}; it must be True or False")
-    return bool(value)
+def _list(function: str, name: str, value: Any) -> tuple[float, ...]:
+    if not isinstance(value, (list, tuple, np.ndarray)):
+        raise TypeError(f"{function}: {name} is {value!r}; it must be a list of numbers, one per pair")
+    return tuple(finite(function, f"{name}[{i}]", x) for i, x in enumerate(value))
 
 
-def _list(name: str, value: Any) -> tuple[float, ...]:
-    if isinstance(value, (str, bytes)) or not isinstance(value, (list, tuple, np.ndarray)):
-        raise TypeError(f"rotary_embedding: {name} is {value!r}; it must be a list of numbers, one per pair")
-    return tuple(number(f"{name}[{i}]", x) for i, x in enumerate(value))
-
-
-_READERS: dict[str, Callable[[str, Any], Any]] = {
-    "factor": _at_least_one, _TRAINED: _length, _REACHED: _length, "attention_factor": _positive,
-    "beta_fast": _positive, "beta_slow": _positive, "mscale": _not_negative, "mscale_all_dim": _not_negative,
-    "truncate": flag, "short_factor": _list, "long_factor": _list, "short_mscale": _positive,
-    "long_mscale": _positive, "low_freq_factor": _positive, "high_freq_factor": _positive,
-    "rope_theta": _positive, "partial_rotary_factor": _positive,
-}  # fmt: skip
+# How a value is read: the function, and what it must at least be. A key that is not here has a positive number.
+_READERS: dict[str, tuple[Callable[..., Any], *tuple[float, ...]]] = {
+    "factor": (finite, 1.0),
+    "mscale": (finite, 0.0),
+    "mscale_all_dim": (finite, 0.0),
+    _TRAINED: (_length, 2.0),
+    _REACHED: (_length, 2.0),
+    "short_factor": (_list,),
+    "long_factor": (_list,),
+    "truncate": (flag,),
+}
 # kind -> keys it needs, keys it may have; those of _ALWAYS go with each.
 _KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
@@ -137,17 +109,15 @@ def _kind(scaling: Mapping[str, Any]) -> str:
     known = ", ".join([*_KINDS, *_ALIASES])
     if not names:
         raise ValueError(
-            f"rotary_embedding: scaling has neither 'rope_type' nor 'type' (its keys: {sorted(map(str, scaling))}); "
+            f"{NAME}: scaling has neither 'rope_type' nor 'type' (its keys: {sorted(map(str, scaling))}); "
             f"one of them must name the method, {known}"
         )
     kinds = {_ALIASES.get(str(name), str(name)) for name in names}
     if len(kinds) > 1:
-        raise ValueError(
-            f"rotary_embedding: scaling has rope_type {names[0]!r} and type {names[1]!r}; leave out one of the two"
-        )
+        raise ValueError(f"{NAME}: scaling has rope_type {names[0]!r} and type {names[1]!r}; leave out one of the two")
     kind = kinds.pop()
     if kind not in _KINDS:
-        raise ValueError(f"rotary_embedding: scaling has type {names[0]!r}; it must be one of {known}")
+        raise ValueError(f"{NAME}: scaling has type {names[0]!r}; it must be one of {known}")
     return kind
 
 
@@ -158,7 +128,7 @@ def read_scaling(scaling: Any) -> Scaling:
     was found is kept. Types belong to the key, because True is refused where the equal 1 is not.
     """
     if not isinstance(scaling, Mapping):
-        raise TypeError(f"rotary_embedding: scaling is a {type(scaling).__name__}; it must be a dictionary, or None")
+        raise TypeError(f"{NAME}: scaling is a {type(scaling).__name__}; it must be a dictionary, or None")
     items = tuple(
         (key, list, tuple(value), tuple(map(type, value)))
         if key in ("short_factor", "long_factor") and type(value) is list
@@ -186,13 +156,16 @@ def _checked(scaling: Mapping[str, Any]) -> Scaling:
     if missing or unknown:
         found = f"lacks {missing}" if missing else f"has the keys {unknown}, which {kind!r} has no use for"
         raise ValueError(
-            f"rotary_embedding: scaling of type {kind!r} {found}; it needs {list(needed)} and may have "
-            f"{[*optional, *_ALWAYS]}"
+            f"{NAME}: scaling of type {kind!r} {found}; it needs {list(needed)} and may have {[*optional, *_ALWAYS]}"
         )
-    values = {key: _READERS[key](f"scaling[{key!r}]", value) for key, value in given.items() if key in _READERS}
+    values = {}
+    for key, value in given.items():
+        if key not in ("rope_type", "type"):
+            read, *least = _READERS.get(key, (finite,))
+            values[key] = read(NAME, f"scaling[{key!r}]", value, *least)
     base, fraction = values.pop("rope_theta", None), values.pop("partial_rotary_factor", None)
     if fraction is not None and fraction > 1:
-        raise ValueError(f"rotary_embedding: scaling['partial_rotary_factor'] is {fraction}; it must be at most 1")
+        raise ValueError(f"{NAME}: scaling['partial_rotary_factor'] is {fraction}; it must be at most 1")
     check = _CHECKS.get(kind)
     if check is not None:
         check(values)
@@ -208,7 +181,7 @@ def _check_dynamic(values: dict[str, Any]) -> None:
     if len(trained) != 1:
         found = "has neither" if not trained else "has different"
         raise ValueError(
-            f"rotary_embedding: scaling of type 'dynamic' {found} {_TRAINED!r} and {_REACHED!r}; one of them must "
+            f"{NAME}: scaling of type 'dynamic' {found} {_TRAINED!r} and {_REACHED!r}; one of them must "
             "give the length that the model was trained with"
         )
 
@@ -219,7 +192,7 @@ def _check_reached(kind: str, values: dict[str, Any]) -> None:
         ratio = values[_REACHED] / values[_TRAINED]
         if "factor" in values and _differ(ratio, values["factor"]):
             raise ValueError(
-                f"rotary_embedding: scaling of type {kind!r} has factor {values['factor']} and lengths whose ratio is "
+                f"{NAME}: scaling of type {kind!r} has factor {values['factor']} and lengths whose ratio is "
                 f"{ratio}; leave out {_REACHED!r}, or make them agree"
             )
         values.setdefault("factor", ratio)
@@ -228,14 +201,14 @@ def _check_reached(kind: str, values: dict[str, Any]) -> None:
 def _check_yarn(values: dict[str, Any]) -> None:
     _check_reached("yarn", values)
     if "factor" not in values:
-        raise ValueError(f"rotary_embedding: scaling of type 'yarn' needs 'factor' or {_REACHED!r}")
+        raise ValueError(f"{NAME}: scaling of type 'yarn' needs 'factor' or {_REACHED!r}")
     fast, slow = values.setdefault("beta_fast", 32.0), values.setdefault("beta_slow", 1.0)
     if fast < slow:
         raise ValueError(
-            f"rotary_embedding: scaling has beta_fast {fast} and beta_slow {slow}; beta_fast must not be the smaller"
+            f"{NAME}: scaling has beta_fast {fast} and beta_slow {slow}; beta_fast must not be the smaller"
         )
     if ("mscale" in values) != ("mscale_all_dim" in values):
-        raise ValueError("rotary_embedding: scaling has only one of 'mscale' and 'mscale_all_dim'; give both or none")
+        raise ValueError(f"{NAME}: scaling has only one of 'mscale' and 'mscale_all_dim'; give both or none")
 
     def magnitude(weight: float) -> float:
         return 0.1 * weight * math.log(values["factor"]) + 1.0 if values["factor"] > 1 else 1.0
@@ -244,7 +217,7 @@ def _check_yarn(values: dict[str, Any]) -> None:
         found = magnitude(values["mscale"]) / magnitude(values["mscale_all_dim"])
         if _differ(values.setdefault("attention_factor", found), found):
             raise ValueError(
-                f"rotary_embedding: scaling has attention_factor {values['attention_factor']}, and 'mscale' and "
+                f"{NAME}: scaling has attention_factor {values['attention_factor']}, and 'mscale' and "
                 f"'mscale_all_dim' give {found}; leave out one of the two"
             )
     values.setdefault("attention_factor", magnitude(1.0))
@@ -253,20 +226,16 @@ def _check_yarn(values: dict[str, Any]) -> None:
 def _check_longrope(values: dict[str, Any]) -> None:
     _check_reached("longrope", values)
     if ("short_mscale" in values) != ("long_mscale" in values):
-        raise ValueError(
-            "rotary_embedding: scaling has only one of 'short_mscale' and 'long_mscale'; give both or none"
-        )
+        raise ValueError(f"{NAME}: scaling has only one of 'short_mscale' and 'long_mscale'; give both or none")
     if "short_mscale" in values:
         if "attention_factor" in values:
             raise ValueError(
-                "rotary_embedding: scaling has 'attention_factor' and 'short_mscale', 'long_mscale'; leave out the "
+                f"{NAME}: scaling has 'attention_factor' and 'short_mscale', 'long_mscale'; leave out the "
                 "one or the others"
             )
     elif "attention_factor" not in values:
         if "factor" not in values:
-            raise ValueError(
-                f"rotary_embedding: scaling of type 'longrope' needs 'attention_factor', 'factor' or {_REACHED!r}"
-            )
+            raise ValueError(f"{NAME}: scaling of type 'longrope' needs 'attention_factor', 'factor' or {_REACHED!r}")
         growth = math.log(max(values["factor"], 1.0)) / math.log(values[_TRAINED])
         values["attention_factor"] = math.sqrt(1 + growth)
 
@@ -275,14 +244,16 @@ def _check_llama3(values: dict[str, Any]) -> None:
     low, high = values["low_freq_factor"], values["high_freq_factor"]
     if low >= high:
         raise ValueError(
-            f"rotary_embedding: scaling has low_freq_factor {low} and high_freq_factor {high}; the second must be the "
-            "larger"
+            f"{NAME}: scaling has low_freq_factor {low} and high_freq_factor {high}; the second must be the larger"
         )
 
 
 _CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
-    "dynamic": _check_dynamic, "yarn": _check_yarn, "longrope": _check_longrope, "llama3": _check_llama3,
-}  # fmt: skip
+    "dynamic": _check_dynamic,
+    "yarn": _check_yarn,
+    "longrope": _check_longrope,
+    "llama3": _check_llama3,
+}
 
 
 # ---- the formulas ----
@@ -335,12 +306,6 @@ def _llama3(base: Decimal, dim: int, values: dict[str, Any]) -> list[Decimal]:
     return found
 
 
-def _longrope(base: Decimal, dim: int, divisors: tuple[float, ...]) -> list[Decimal]:
-    from decimal import Decimal
-
-    return [f / Decimal(divisor) for f, divisor in zip(_plain(base, dim), divisors, strict=True)]
-
-
 def _halves(frequencies: list[Decimal], attention_factor: float) -> Frequencies:
     from decimal import Decimal
 
@@ -369,7 +334,8 @@ def _evaluated(kind: str, values: Values, base: float, dim: int, length: int) ->
         elif kind == "yarn":
             found = _yarn(exact, dim, named)
         elif kind == "longrope":
-            found = _longrope(exact, dim, named["long_factor" if length else "short_factor"])
+            divisors = named["long_factor" if length else "short_factor"]
+            found = [f / Decimal(divisor) for f, divisor in zip(_plain(exact, dim), divisors, strict=True)]
         elif kind == "llama3":
             found = _llama3(exact, dim, named)
         else:
@@ -404,12 +370,12 @@ def scaled_frequencies(scaling: Scaling, base: float, dim: int, length: int) -> 
     """Frequencies of rows whose largest position is length - 1."""
     values = dict(scaling.values)
     if scaling.kind == "yarn" and base <= 1:
-        raise ValueError(f"rotary_embedding: base is {base}; scaling of type 'yarn' needs a base above 1")
+        raise ValueError(f"{NAME}: base is {base}; scaling of type 'yarn' needs a base above 1")
     if scaling.kind == "longrope":
         for name in ("short_factor", "long_factor"):
             if len(values[name]) != dim // 2:
                 raise ValueError(
-                    f"rotary_embedding: scaling[{name!r}] has {len(values[name])} numbers; it needs rotary_dim / 2 = "
+                    f"{NAME}: scaling[{name!r}] has {len(values[name])} numbers; it needs rotary_dim / 2 = "
                     f"{dim // 2}, one per pair"
                 )
     if scaling.kind == "dynamic" and length <= _trained(values):

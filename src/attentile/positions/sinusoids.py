@@ -2,41 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
-from numbers import Real
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from ..arguments import check_out, index
+from ..arguments import check_out, finite, integer
 from ..core import twin_angles
-from ..runtime import config
+from ..runtime import backend
+from ..storage import rounded
 
 Array = NDArray[Any]
 
 _DTYPES: tuple[type, ...] = (np.float16, np.float32, np.float64)
 _LARGEST_ANGLE = 2**50  # radians: the kernels take the quarter turns modulo 4 from float64 numbers below 2**51
-
-
-def _integer(name: str, value: Any, function: str = "positional_encoding") -> int:
-    try:
-        return index(value)
-    except TypeError:
-        raise TypeError(f"{function}: {name} is {value!r}; it must be an integer (int() converts it)") from None
-
-
-def _base(base: Any) -> float:
-    if not isinstance(base, Real):
-        raise TypeError(f"positional_encoding: base is {base!r}; it must be a real number (float() converts it)")
-    try:
-        number = float(base)
-    except OverflowError:
-        number = math.inf
-    if not (math.isfinite(number) and number > 0):
-        raise ValueError(f"positional_encoding: base is {base!r}; it must be finite and positive, as 10000.0 is")
-    return number
 
 
 def _check_angles(base: float, first: int, end: int) -> None:
@@ -140,28 +120,22 @@ def positional_encoding(
            [ 0.841,  0.54 ,  0.025,  1.   ,  0.001],
            [ 0.909, -0.416,  0.05 ,  0.999,  0.001]])
     """
-    rows, width, first = _integer("seq_len", seq_len), _integer("d_model", d_model), _integer("offset", offset)
-    if rows < 0:
-        raise ValueError(f"positional_encoding: seq_len is {rows}; it must be 0 or a positive integer")
-    if width < 1:
-        raise ValueError(f"positional_encoding: d_model is {width}; it must be a positive integer")
-    number = _base(base)
+    name = "positional_encoding"
+    rows = integer(name, "seq_len", seq_len, 0, otherwise="0 or a positive integer")
+    width = integer(name, "d_model", d_model, 1, otherwise="a positive integer")
+    first = integer(name, "offset", offset)
+    number = finite(name, "base", base, hint=", as 10000.0 is")
     _check_angles(number, first, first + rows)
     kind = _dtype(dtype)
     if out is None:
         out = np.empty((rows, width), kind)
     else:
-        check_out("positional_encoding", out, (rows, width), kind)
+        check_out(name, out, (rows, width), kind)
     if rows == 0:
         return out
-
-    ratio, core = _ratio(number, width), config.core()
-    if core is None:
-        out[...] = twin_angles.positional_encoding(rows, width, first, ratio, kind)
-    elif _in_place(out):
-        core.encode(out, float(first), *ratio)
-    else:
-        whole = np.empty((rows, width), np.float32 if kind == np.float32 else np.float64)
-        core.encode(whole, float(first), *ratio)
-        out[...] = whole
+    direct = _in_place(out)
+    whole = out if direct else np.empty((rows, width), np.float32 if kind == np.float32 else np.float64)
+    (backend.active or twin_angles).encode(whole, float(first), *_ratio(number, width))
+    if not direct:
+        out[...] = rounded(whole, kind)
     return out

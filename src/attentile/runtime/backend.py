@@ -1,46 +1,145 @@
-"""The way of checked values to what computes: the compiled core, or its twin in NumPy."""
+"""What computes: the compiled core with one of its instruction sets, or plain NumPy, and why."""
 
 from __future__ import annotations
 
+import os
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
 from ..core import twin
-from . import config
 
 if TYPE_CHECKING:
     from ..outputs import Outputs
+    from ..partial import Partial
     from ..scores import Scores
 
 Array = NDArray[Any]
 
+compiled: ModuleType | None
+try:
+    from ..core import _core
+except ImportError:
+    from importlib.util import find_spec
 
-def _backend(scores: Scores) -> ModuleType:
+    # A core that was built and cannot be loaded is an error: falling back would be a silent slow path.
+    if find_spec("attentile.core._core") is not None and os.environ.get("ATTENTILE_BACKEND") != "numpy":
+        raise
+    compiled, _missing = None, "not built in this installation"
+else:
+    compiled, _missing = _core, ""
+
+# The compiled module while the compiled backend is in use, else None. Read on every call.
+active: ModuleType | None = compiled
+why_active = "default" if compiled is not None else _missing
+why_isa = "best that this processor supports"
+
+
+def _activate(name: str, isa: str | None, why: str) -> None:
+    global active, why_active, why_isa
+    if name not in ("numpy", "compiled"):
+        raise ValueError(f"use_backend: backend is {name!r}; it must be 'numpy' or 'compiled'")
+    if name == "numpy":
+        if isa is not None:
+            raise ValueError(f"use_backend: isa={isa!r} goes with backend 'compiled' only")
+    elif compiled is None:
+        raise ValueError(f"use_backend: the compiled core is {_missing}; install with a C compiler present")
+    elif isa is not None:
+        if not isinstance(isa, str):
+            raise TypeError(f"use_backend: isa is {isa!r}; it must be the name of an instruction set")
+        compiled.set_isa(isa)
+        why_isa = why
+    active = compiled if name == "compiled" else None
+    why_active = why
+
+
+class _Restoring(AbstractContextManager[None]):
+    """Returned by use_backend: the change holds from the call on; as a context manager it ends with the block."""
+
+    def __init__(self) -> None:
+        self._before = active, why_active, why_isa, compiled.get_isa() if compiled is not None else None
+
+    def __exit__(self, *exc: object) -> None:
+        global active, why_active, why_isa
+        active, why_active, why_isa, isa = self._before
+        if compiled is not None:
+            compiled.set_isa(isa)
+
+
+def use_backend(name: str, isa: str | None = None) -> AbstractContextManager[None]:
+    """Choose what computes: the compiled kernels or plain NumPy.
+
+    Parameters
+    ----------
+    name : {"compiled", "numpy"}
+        The backend.
+    isa : str, optional
+        Instruction set of the compiled kernels ("avx512", "avx2", "neon", "generic"); default: no change. Those that
+        can run here are ``show_config(as_dict=True)["isas_here"]``.
+
+    Returns
+    -------
+    context manager
+        The choice holds for the whole process from the call on. Used in a ``with`` statement it ends with the block.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If there is no such backend, the compiled core was not built, or the instruction set is not available here.
+
+    Examples
+    --------
+    >>> import attentile, numpy as np
+    >>> x = np.ones((3, 4))
+    >>> with attentile.use_backend("numpy"):
+    ...     attentile.attention(x, x, x).shape
+    (3, 4)
+    """
+    restoring = _Restoring()
+    _activate(name, isa, "use_backend()")
+    return restoring
+
+
+# ---- the way of checked values to what computes ----
+
+
+def chosen(scores: Scores) -> ModuleType:
     """What computes now; a Python function on the scores is the twin's work."""
-    return twin if config.active is None or scores.score_mod is not None else config.active
+    return twin if active is None or scores.score_mod is not None else active
 
 
-def attend(scores: Scores, v: Array, outputs: Outputs, threads: int) -> None:
-    """Fills the outputs that are wanted. v: (..., Hkv, S, Dv), ready for the arithmetic."""
+def attend(scores: Scores, v: Array, outputs: Outputs, threads: int, on: ModuleType | None = None) -> None:
+    """Fills the outputs that are wanted. v: (..., Hkv, S, Dv), ready for the arithmetic. on: by default what is chosen."""
     if not scores.empty and v.shape[-1] == 0 and outputs.beside:
         v = scores.without_values(v)
         outputs = outputs.without_values()
     if scores.empty or v.shape[-1] == 0:
         outputs.of_no_keys()
     else:
-        _backend(scores).attend(scores, v, outputs, threads)
+        (on or chosen(scores)).attend(scores, v, outputs, threads)
 
 
-def explain(scores: Scores, v: Array, out: Array | None, with_weights: bool, threads: int) -> dict[str, int]:
-    """What attend() would do, in numbers; no axis is empty. out: the array it would write, None for a new one."""
-    found: dict[str, int] = _backend(scores).explain(scores, v, out, with_weights, threads)
-    return found
-
-
-def stats(scores: Scores, v: Array, m: Array, l: Array, found: Any, threads: int) -> None:  # noqa: E741
-    """Fills the statistics that are wanted, from the m and l that a first pass has left."""
+def stats(scores: Scores, v: Array, partial: Partial, found: Any, threads: int, on: ModuleType) -> None:
+    """Fills the statistics that are wanted, on the backend whose first pass has left this partial."""
     if not scores.empty:
         v = scores.without_values(v) if v.shape[-1] == 0 else v
-        _backend(scores).stats(scores, v, m, l, found, threads)
+        on.stats(scores, v, partial.m, partial.l, found, threads)
+
+
+def _read_environment() -> None:
+    """What is forced and not there is an error, never a silent other choice."""
+    name, isa = os.environ.get("ATTENTILE_BACKEND"), os.environ.get("ATTENTILE_ISA")
+    variable = "ATTENTILE_BACKEND"
+    try:
+        if name:
+            _activate(name, None, variable)
+        if isa:
+            variable = "ATTENTILE_ISA"
+            _activate(name or "compiled", isa, variable)
+    except ValueError as error:
+        raise ImportError(f"attentile: {variable} can't be met: {error}") from None
+
+
+_read_environment()

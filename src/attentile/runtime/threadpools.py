@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import config
+from . import backend, config, threads
 
 
 def introduce() -> None:
@@ -12,7 +12,7 @@ def introduce() -> None:
     through the libraries of the process by their names, and asks for a symbol where a name like "_core" may be
     another's.
     """
-    if config.core() is None:
+    if backend.active is None:
         return
     try:
         from threadpoolctl import LibController, register
@@ -26,10 +26,11 @@ def introduce() -> None:
         check_symbols = ("at_pool_workers",)
 
         def get_num_threads(self) -> int:
-            return config.process_threads()[0]
+            return threads.process_threads()[0]
 
         def set_num_threads(self, num_threads: int) -> None:
-            config.limit_process_threads(num_threads)
+            # Putting back the number that was found as the default ends the setting.
+            threads.set_num_threads(None if num_threads == threads.default_threads()[0] else num_threads)
 
         def get_version(self) -> str:
             return config.version()

@@ -55,11 +55,6 @@ INLINE __m256 f32v_bit(const uint32_t* words, int j) {
     return _mm256_castsi256_ps(
         _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_load_si256((const __m256i*)words), bit), bit));
 }
-INLINE __m256 f32v_gather(const char* p, ptrdiff_t stride, ptrdiff_t n) {
-    float t[8] = {0};
-    for (ptrdiff_t x = 0; x < n; x++) t[x] = *(const float*)(p + x * stride);
-    return _mm256_loadu_ps(t);
-}
 INLINE void f32v_transpose(__m256 r[8]) {
     __m256 t[8];
     UNROLL(8)
@@ -138,11 +133,6 @@ INLINE __m256d f64v_bit(const uint32_t* words, int j) {
     const __m128i bit = _mm_set1_epi32((int)(1u << j));
     const __m128i set = _mm_cmpeq_epi32(_mm_and_si128(_mm_load_si128((const __m128i*)words), bit), bit);
     return _mm256_castsi256_pd(_mm256_cvtepi32_epi64(set));
-}
-INLINE __m256d f64v_gather(const char* p, ptrdiff_t stride, ptrdiff_t n) {
-    double t[4] = {0};
-    for (ptrdiff_t x = 0; x < n; x++) t[x] = *(const double*)(p + x * stride);
-    return _mm256_loadu_pd(t);
 }
 INLINE void f64v_transpose(__m256d r[4]) {
     const __m256d a = _mm256_unpacklo_pd(r[0], r[1]), b = _mm256_unpackhi_pd(r[0], r[1]);

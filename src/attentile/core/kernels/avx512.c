@@ -49,11 +49,6 @@ INLINE __m512 f32v_scale_from(__m512 p, __m512 n, __m512 x) {
 INLINE __mmask16 f32v_bit(const uint32_t* words, int j) {
     return _mm512_test_epi32_mask(_mm512_load_si512(words), _mm512_set1_epi32((int)(1u << j)));
 }
-INLINE __m512 f32v_gather(const char* p, ptrdiff_t stride, ptrdiff_t n) {
-    float t[16] = {0};
-    for (ptrdiff_t x = 0; x < n; x++) t[x] = *(const float*)(p + x * stride);
-    return _mm512_loadu_ps(t);
-}
 INLINE void f32v_transpose(__m512 r[16]) {
     __m512 t[16];
     UNROLL(16)
@@ -133,11 +128,6 @@ INLINE __m512d f64v_scale_from(__m512d p, __m512d n, __m512d x) {
 }
 INLINE __mmask8 f64v_bit(const uint32_t* words, int j) {
     return _mm256_test_epi32_mask(_mm256_load_si256((const __m256i*)words), _mm256_set1_epi32((int)(1u << j)));
-}
-INLINE __m512d f64v_gather(const char* p, ptrdiff_t stride, ptrdiff_t n) {
-    double t[8] = {0};
-    for (ptrdiff_t x = 0; x < n; x++) t[x] = *(const double*)(p + x * stride);
-    return _mm512_loadu_pd(t);
 }
 INLINE void f64v_transpose(__m512d r[8]) {
     __m512d t[8];

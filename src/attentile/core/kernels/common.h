@@ -17,6 +17,10 @@
 #define UNROLL(n) PRAGMA(GCC unroll n)
 #endif
 
+/* Around a table to which an instruction set may add entries of its own: that these replace others is meant. */
+#define OWN_ENTRIES_BEGIN PRAGMA(GCC diagnostic push) PRAGMA(GCC diagnostic ignored "-Woverride-init")
+#define OWN_ENTRIES_END PRAGMA(GCC diagnostic pop)
+
 /* The part of the rows that falls to keys j .. j + n of `keys`, into L2 while a tile computes. */
 INLINE void at_fetch(const at_ahead* ahead, ptrdiff_t j, ptrdiff_t n, ptrdiff_t keys) {
     for (ptrdiff_t r = j * ahead->n_rows / keys; r < (j + n) * ahead->n_rows / keys; r++) {
@@ -26,7 +30,6 @@ INLINE void at_fetch(const at_ahead* ahead, ptrdiff_t j, ptrdiff_t n, ptrdiff_t 
 }
 
 #define MAX_TILE 14 /* keys in the longest tile of any ISA */
-#define LOG2E 1.4426950408889634074
 
 #define UP_TO_2(M, V) M(V, 1) M(V, 2)
 #define UP_TO_4(M, V) M(V, 1) M(V, 2) M(V, 3) M(V, 4)

@@ -16,13 +16,10 @@
     }                                                                                                                   \
     INLINE void P##_store(REAL* p, P##_vec x) { *(P##_vec*)p = x; }                                                     \
     INLINE void P##_storeu(REAL* p, P##_vec x) { memcpy(p, &x, sizeof x); }                                             \
-    INLINE P##_vec P##_gather(const char* p, ptrdiff_t stride, ptrdiff_t n) {                                           \
-        P##_vec x = {0};                                                                                                \
-        for (ptrdiff_t i = 0; i < n; i++) x[i] = *(const REAL*)(p + i * stride);                                        \
-        return x;                                                                                                       \
-    }                                                                                                                   \
     INLINE P##_vec P##_load_part(const REAL* p, ptrdiff_t n) {                                                          \
-        return P##_gather((const char*)p, (ptrdiff_t)sizeof(REAL), n);                                                  \
+        P##_vec x = {0};                                                                                                \
+        for (ptrdiff_t i = 0; i < n; i++) x[i] = p[i];                                                                  \
+        return x;                                                                                                       \
     }                                                                                                                   \
     INLINE void P##_store_part(REAL* p, P##_vec x, ptrdiff_t n) {                                                       \
         for (ptrdiff_t i = 0; i < n; i++) p[i] = x[i];                                                                  \
@@ -117,7 +114,8 @@ INLINE f64v_vec f64v_upper_half(f64v_vec x) {
 }
 /* a * b - ab, exact without FMA (Dekker). */
 INLINE f64v_vec f64v_product_error(f64v_vec a, f64v_vec b, f64v_vec ab) {
-    const f64v_vec a1 = f64v_upper_half(a), a2 = a - a1, b1 = f64v_upper_half(b), b2 = b - b1;
+    const f64v_vec a1 = f64v_upper_half(a), a2 = a - a1;
+    const f64v_vec b1 = f64v_upper_half(b), b2 = b - b1;
     return a2 * b2 - (((ab - a1 * b1) - a2 * b1) - a1 * b2);
 }
 INLINE f64v_vec f64v_swap_pairs(f64v_vec x) { return (f64v_vec){x[1], x[0]}; }

@@ -22,6 +22,17 @@
  * (qt, st, ot and the per-lane vectors) are aligned to AT_ALIGN and hold whole vectors; row pointers are aligned
  * to their element; the last axis of a row is contiguous unless a stride is given. Strides are in bytes.
  * A tile cannot fail, allocates nothing and touches no global state.
+ *
+ * OWN TILES. An <isa>.c gets every tile from the .inc files, written once over its vocabulary. Where an instruction set
+ * can do better (a matrix unit, another tile shape), its file puts a function of its own in one slot of the tables below
+ * and leaves the others as they are:
+ *
+ *     static void f32_own_softcap(...);                  declared before the include, with the type of the slot,
+ *     #define OWN_TILES .softcap = f32_own_softcap       entries of a designated initialiser: .scores[2] = ... too
+ *     #include "tiles.inc"                               for this element type, and undefines it
+ *     static void f32_own_softcap(...) { ... }           written after it, where all of tiles.inc is at hand
+ *
+ * OWN_ANGLES does the same for angles.inc. An own tile keeps the ORDER above. tests/c/check_override.c is such a file.
  */
 #ifndef AT_KERNELS_H
 #define AT_KERNELS_H
@@ -49,6 +60,8 @@ _Static_assert(sizeof(void*) == 8, "the core is for processors of 64 bits");
 #endif
 #define AT_PANEL 16    /* keys per panel, the layout of stored keys: panel[d][AT_PANEL] */
 #define AT_FEW_KEYS 64 /* keys that few_scores brings into panels at once */
+#define AT_LOG2E 1.4426950408889634074
+#define AT_LN2 0.69314718055994530942
 
 /* Rows that are needed soon and lie outside the core's caches: `bytes` from rows[r] + offset on, or from data + r * stride
  * where rows is NULL. Their way from L3 or memory hides behind the scores, if it is spread over their tiles; as one burst it

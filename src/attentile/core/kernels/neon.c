@@ -73,11 +73,6 @@ INLINE float32x4_t f32v_scale_from(float32x4_t p, float32x4_t n, float32x4_t x) 
 INLINE uint32x4_t f32v_bit(const uint32_t* words, int j) {
     return vtstq_u32(vld1q_u32(words), vdupq_n_u32(UINT32_C(1) << j));
 }
-INLINE float32x4_t f32v_gather(const char* p, ptrdiff_t stride, ptrdiff_t n) {
-    float t[4] = {0};
-    for (ptrdiff_t x = 0; x < n; x++) t[x] = *(const float*)(p + x * stride);
-    return vld1q_f32(t);
-}
 INLINE float32x4_t f32v_pairs_even(float32x4_t a, float32x4_t b) { /* a0 a1 b0 b1 */
     return vreinterpretq_f32_f64(vtrn1q_f64(vreinterpretq_f64_f32(a), vreinterpretq_f64_f32(b)));
 }
@@ -160,11 +155,6 @@ INLINE float64x2_t f64v_scale_from(float64x2_t p, float64x2_t n, float64x2_t x) 
 INLINE uint64x2_t f64v_bit(const uint32_t* words, int j) { /* the mask of a word is widened with its sign */
     const uint32x2_t set = vtst_u32(vld1_u32(words), vdup_n_u32(UINT32_C(1) << j));
     return vreinterpretq_u64_s64(vmovl_s32(vreinterpret_s32_u32(set)));
-}
-INLINE float64x2_t f64v_gather(const char* p, ptrdiff_t stride, ptrdiff_t n) {
-    double t[2] = {0};
-    for (ptrdiff_t x = 0; x < n; x++) t[x] = *(const double*)(p + x * stride);
-    return vld1q_f64(t);
 }
 INLINE void f64v_transpose(float64x2_t r[2]) {
     const float64x2_t a = vtrn1q_f64(r[0], r[1]), b = vtrn2q_f64(r[0], r[1]);

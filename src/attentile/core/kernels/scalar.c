@@ -18,7 +18,9 @@ static double upper_half(double x) {
 
 /* a * b = the result + *error, exact unless it underflows. */
 static double exact_product(double a, double b, double* error) {
-    const double product = a * b, a1 = upper_half(a), a2 = a - a1, b1 = upper_half(b), b2 = b - b1;
+    const double product = a * b;
+    const double a1 = upper_half(a), a2 = a - a1;
+    const double b1 = upper_half(b), b2 = b - b1;
     *error = a2 * b2 - (((product - a1 * b1) - a2 * b1) - a1 * b2);
     return product;
 }
@@ -35,7 +37,8 @@ double at_log2(double x) {
         z *= 2;
         k--;
     }
-    const double above = z - 1, sum = exact_sum(z, 1, &sum_error), s = above / sum;
+    const double above = z - 1, sum = exact_sum(z, 1, &sum_error);
+    const double s = above / sum;
     const double product = exact_product(s, sum, &product_error);
     const double s_low = (((above - product) - product_error) - s * sum_error) / sum;
     const double square = s * s;

@@ -1,0 +1,217 @@
+"""How many threads a call uses, and why. Nothing here changes a setting of another library."""
+
+from __future__ import annotations
+
+import contextvars
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ..arguments import positive_index
+
+_MAX_THREADS = 256
+
+# Where the two versions of control groups are mounted.
+_CGROUP_V2 = ("sys/fs/cgroup", "sys/fs/cgroup/unified")
+_CGROUP_V1 = ("sys/fs/cgroup/cpu", "sys/fs/cgroup/cpu,cpuacct", "sys/fs/cgroup/cpuacct,cpu")
+
+_process_threads: int | None = None  # set_num_threads
+_block_threads: contextvars.ContextVar[int | None] = contextvars.ContextVar("attentile_num_threads", default=None)
+_default: tuple[int, str] | None = None
+
+
+# ---- the default ----
+
+
+def _cgroup_quota(root: str = "/") -> float | None:
+    """CPUs that the control groups of this process allow (quota / period), or None if unlimited or unknown.
+
+    Version 2: cpu.max of the process's group and of each parent; version 1: cpu.cfs_quota_us of its cpu group and of
+    each parent. root: where /proc and /sys are looked for. Whatever stands in these files, nothing is raised.
+    """
+    limits = []
+    for line in _text_of(root, "proc/self/cgroup").splitlines():
+        _, found, rest = line.partition(":")
+        controllers, also, name = rest.partition(":")
+        if not (found and also) or (controllers and "cpu" not in controllers.split(",")):
+            continue
+        for base in _CGROUP_V1 if controllers else _CGROUP_V2:
+            group = os.path.join(root, base)
+            limits += _quota_of(group)
+            for part in name.split("/"):
+                if part not in ("", ".", ".."):  # "..": a group outside of what this container sees
+                    group = os.path.join(group, part)
+                    limits += _quota_of(group)
+    return min(limits, default=None)
+
+
+def _text_of(*path: str) -> str:
+    """The text of a file that may be missing, unreadable, or name groups in bytes that are no UTF-8."""
+    try:
+        with open(os.path.join(*path), encoding="utf-8", errors="surrogateescape") as file:
+            return file.read()
+    except (OSError, ValueError):  # a name with a null byte is a ValueError
+        return ""
+
+
+def _quota_of(group: str) -> list[float]:
+    """[quota / period] of one group, [] without a limit."""
+    text = _text_of(group, "cpu.max")
+    if not text:
+        text = f"{_text_of(group, 'cpu.cfs_quota_us')} {_text_of(group, 'cpu.cfs_period_us')}"
+    try:
+        quota, period = (int(word) for word in text.split())
+    except ValueError:  # no such file, "max", or nothing that makes sense
+        return []
+    return [quota / period] if 0 < quota < 2**63 and 0 < period < 2**63 else []
+
+
+def _from_environment() -> tuple[int, str] | None:
+    for name in ("ATTENTILE_NUM_THREADS", "OMP_NUM_THREADS"):
+        # OpenMP allows a list, one number per nesting level: the first one is ours.
+        given = os.environ.get(name, "")
+        text = given.split(",")[0].strip()
+        try:
+            count = int(text) if text.isdecimal() else 0
+        except ValueError:  # more digits than int() takes
+            count = _MAX_THREADS
+        if count > 0:
+            return min(count, _MAX_THREADS), name
+        if given.strip() and name.startswith("ATTENTILE"):  # nonsense for OpenMP is OpenMP's matter
+            raise ValueError(f"{name} is {given!r}; it must be a positive integer")
+    return None
+
+
+def default_threads() -> tuple[int, str]:
+    global _default
+    found = _default or _from_environment()  # read once: another thread may reset it in between
+    if found is None:
+        cpus = os.cpu_count() or 1
+        if hasattr(os, "sched_getaffinity"):  # either thread, the calling or the first one, may be on a CPU of its own
+            cpus = len(os.sched_getaffinity(0) | os.sched_getaffinity(os.getpid()))
+        source, quota = "CPUs this process may use", _cgroup_quota()
+        if quota is not None and math.ceil(quota) < cpus:
+            cpus, source = max(1, math.ceil(quota)), "cgroup CPU quota"
+        found = min(cpus, _MAX_THREADS), source
+    _default = found
+    return found
+
+
+# ---- settings ----
+
+
+def process_threads() -> tuple[int, str]:
+    """(threads, where the number came from) outside of every num_threads() block."""
+    n = _process_threads
+    return default_threads() if n is None else (n, "set_num_threads()")
+
+
+def threads_and_source() -> tuple[int, str]:
+    """(threads, where the number came from) of a call without num_threads=, here."""
+    in_block = _block_threads.get()
+    return process_threads() if in_block is None else (in_block, "num_threads() block")
+
+
+def current_threads() -> int:
+    """Threads of a call that names none."""
+    return threads_and_source()[0]
+
+
+def threads_for(call: int | None, function: str) -> int:
+    """Threads of one call: its own argument, else the first of the settings that is there."""
+    return threads_and_source()[0] if call is None else _count(function, "num_threads", call)
+
+
+def _count(function: str, name: str, n: int) -> int:
+    return min(positive_index(function, name, n), _MAX_THREADS)
+
+
+def get_num_threads() -> int:
+    """Number of threads that a call without ``num_threads=`` may use here.
+
+    The first that is there counts: a `num_threads` block, `set_num_threads`, ATTENTILE_NUM_THREADS, OMP_NUM_THREADS,
+    the CPUs this process may use (its affinity, on Linux) capped by its cgroup quota. Small calls use fewer threads.
+    Where threadpoolctl is installed, its ``threadpool_limits`` calls `set_num_threads`, as for other libraries.
+
+    Returns
+    -------
+    int
+        At least 1, at most 256. `show_config` tells where it came from.
+
+    Examples
+    --------
+    >>> from attentile import get_num_threads
+    >>> get_num_threads() >= 1
+    True
+    """
+    return threads_and_source()[0]
+
+
+def set_num_threads(n: int | None) -> None:
+    """Set the number of threads for the whole process.
+
+    Parameters
+    ----------
+    n : int or None
+        Threads, at least 1; more than 256 count as 256. None goes back to the default of `get_num_threads`, for which
+        environment, affinity and quota are read anew.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If n is neither a positive integer nor None.
+
+    Examples
+    --------
+    >>> from attentile import get_num_threads, set_num_threads
+    >>> set_num_threads(1)
+    >>> get_num_threads()
+    1
+    >>> set_num_threads(None)
+    """
+    global _process_threads, _default
+    _process_threads = None if n is None else _count("set_num_threads", "n", n)
+    if n is None:
+        _default = None
+
+
+@contextmanager
+def num_threads(n: int) -> Iterator[None]:
+    """Context manager: calls in the block use n threads, in this Python thread or asyncio task only.
+
+    Parameters
+    ----------
+    n : int
+        Threads, at least 1. The argument ``num_threads=`` of a call still goes first. Threads that are started within
+        the block are others, unless Python hands them its context (``sys.flags.thread_inherit_context``, the default of
+        free-threaded builds).
+
+    Returns
+    -------
+    context manager
+        To be used in a ``with`` statement.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If n is not a positive integer.
+
+    Examples
+    --------
+    >>> import attentile
+    >>> with attentile.num_threads(1):
+    ...     attentile.get_num_threads()
+    1
+    """
+    token = _block_threads.set(_count("num_threads", "n", n))
+    try:
+        yield
+    finally:
+        _block_threads.reset(token)
+
+
+try:
+    _from_environment()
+except ValueError as error:  # what is forced and makes no sense is an error, never a silent other choice
+    raise ImportError(f"attentile: ATTENTILE_NUM_THREADS can't be met: {error}") from None
