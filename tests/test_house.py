@@ -51,8 +51,6 @@ KNOWN_PRIVATE = {
     "cache.checks imports masks._FAR",
     "cache.checks imports masks._check_causal",
     "cache.checks imports masks._per_item",
-    "inspection.explain imports attention._target",
-    "inspection.explain imports call._run",
 }
 KNOWN_PARAMETERS = {
     "call:attend",
@@ -66,7 +64,6 @@ KNOWN_PARAMETERS = {
     "core/_core.pyx:attend",
     "core/_core.pyx:attend_arrays",
     "core/_core.pyx:describe",
-    "core/_core.pyx:plan",
     "core/_core.pyx:stats",
     "core/_core.pyx:stats_typed",
     "core/_few.pxi:score_few",
@@ -74,8 +71,6 @@ KNOWN_PARAMETERS = {
     "core/_pass.pxi:look_ahead",
     "core/_pass.pxi:score_some",
     "core/_stats.pxi:keep_rows",
-    "inspection.explain:_count_block",
-    "inspection.explain:_count_call",
     "masks:structure",
 }
 KNOWN_SKIPS = {
@@ -88,7 +83,6 @@ KNOWN_SKIPS = {
     "core/_core.pyi",
     "core/twin.py",
     "inspection/draw.py",
-    "inspection/explain.py",
     "inspection/stats.py",
     "masks.py",
     "textbook.py",

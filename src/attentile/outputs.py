@@ -45,6 +45,21 @@ class AttentionResult(NamedTuple):
     weights: Array | None
 
 
+def why_indirect(given: Array, scores: Scores, inputs: tuple[Array | None, ...]) -> str:
+    """Why a backend cannot write the caller's array while it reads the inputs; "" if it can."""
+    if scores.score_mod is not None:
+        return "score_mod= given"
+    if given.dtype != scores.compute:
+        return f"computed in {scores.compute}"
+    if not given.flags.aligned:
+        return "not aligned"
+    if given.shape[-1] > 1 and given.strides[-1] != given.itemsize:
+        return "last axis not contiguous"
+    if any(x is not None and np.may_share_memory(given, x) for x in inputs):
+        return "it overlaps an input"
+    return ""
+
+
 class Outputs:
     """The arrays that a backend writes, in the dtype of the arithmetic and with the caller's axes; None: not wanted."""
 
@@ -64,9 +79,7 @@ class Outputs:
         if given is not None:
             check_out("attention", given, self.shape, scores.dtype)
             self._given = given
-            direct = scores.score_mod is None and given.dtype == scores.compute and given.flags.aligned
-            direct = direct and (given.shape[-1] <= 1 or given.strides[-1] == given.itemsize)
-            if direct and not any(x is not None and np.may_share_memory(given, x) for x in inputs):
+            if not why_indirect(given, scores, inputs):
                 self.out = given.view(np.ndarray).view(scores.compute)
                 return
         self.out = np.empty(self.shape, scores.compute)

@@ -4,6 +4,7 @@
     _pass.pxi     the fused pass: the loop over chunks of keys. The story is told there
     _few.pxi      the same for few rows of queries
     _stats.pxi    the second pass of the statistics
+    _count.pxi    what a call would do, in numbers
     _arrays.pxi   Python's arrays: borrowed memory, batch axes that broadcast and fold
     _call.pxi     the check of a call: from Python's values to a job
     _door.pxi     the entries
@@ -19,9 +20,9 @@ from libc.stdint cimport int64_t, uint32_t, uintptr_t
 from libc.string cimport memcpy, memset
 
 from ._kernels cimport (AT_ALIGN, AT_ANGLE_BLOCK, AT_CHUNK, AT_FEW_KEYS, AT_MAX_ROWS, AT_PANEL, AT_PEAK_FMAS,
-                        AT_WORD, LN2, LOG2E, at_ahead, at_angles, at_exp2, at_isa, at_isa_at, at_isa_count,
-                        at_isa_supported, at_log2, at_mask_run, at_mask_words, at_pool_run, at_pool_workers,
-                        at_rotary_rows, at_scratch, at_tiles)
+                        AT_WORD, LN2, LOG2E, at_ahead, at_angles, at_exp2, at_idle_like, at_isa, at_isa_at,
+                        at_isa_count, at_isa_supported, at_log2, at_mask_run, at_mask_words, at_pool_run,
+                        at_pool_workers, at_rotary_rows, at_scratch, at_tiles)
 
 import numpy
 
@@ -59,6 +60,7 @@ include "_blocks.pxi"
 include "_pass.pxi"
 include "_few.pxi"
 include "_stats.pxi"
+include "_count.pxi"
 include "_arrays.pxi"
 include "_call.pxi"
 include "_door.pxi"
@@ -117,20 +119,6 @@ def read_plainly(const float[::1] data, int threads):
     reading.tiles, reading.data, reading.n, reading.slice_ = active.f32, &data[0], data.shape[0], 1 << 14
     with nogil:
         at_pool_run(read_slice, &reading, (reading.n + reading.slice_ - 1) // reading.slice_, threads)
-
-
-def plan(Py_ssize_t batch, Py_ssize_t heads, Py_ssize_t kv_heads, Py_ssize_t queries, Py_ssize_t keys, Py_ssize_t width,
-         Py_ssize_t value_width, int itemsize, int threads, bint weights, bint filling):
-    """How attend() divides a call with such shapes: a dict of lanes, few, block_rows, tasks and threads."""
-    cdef Job job
-    memset(&job, 0, sizeof(Job))
-    job.tiles = active.f32 if itemsize == 4 else active.f64
-    job.batch, job.kv_heads, job.group, job.queries, job.keys = batch, kv_heads, heads // kv_heads, queries, keys
-    job.width, job.value_width, job.filling = width, value_width, filling
-    job.weights.data = <char *> &job if weights else NULL
-    threads = divide(&job, threads)
-    return {"lanes": job.tiles.lanes, "few": bool(job.few), "block_rows": job.block_rows, "tasks": job.tasks,
-            "threads": threads}
 
 
 def constants():

@@ -4,30 +4,60 @@
 #     textbook(Q, K, V, d_k, ...)       likewise, for the functions of textbook.py
 #     attend(scores, v, outputs)        checked values (scores.py, outputs.py), which is where a None leads
 #     stats(scores, v, ...)             the second pass of the statistics over the same values
+#     takes(q, k, v, options)           whether attention() would take the values as they are
+#     explain(scores, v, ...)           what attend() would do with checked values, in numbers
+
+
+# What a call is to give, beside the output.
+cdef struct Wanted:
+    bint lse, weights
+    int threads                                 # num_threads=, or what it was before
+
+
+cdef int take_wanted(Call *call, Wanted *wanted) except -1:
+    """What does not change the scores."""
+    return (take_flag(call, RETURN_LSE, &wanted.lse) and take_flag(call, RETURN_WEIGHTS, &wanted.weights)
+            and take_threads(call, &wanted.threads)
+            and (call.given[OUT] == NULL or take_out(call, <object> call.given[OUT])))
 
 
 cdef object call_results(Call *call, int threads):
     """Takes or allocates what a call writes and runs it: the output, or a tuple (out, lse, weights); None: not so."""
-    cdef bint with_lse, with_weights
-    if not (take_flag(call, RETURN_LSE, &with_lse) and take_flag(call, RETURN_WEIGHTS, &with_weights)
-            and take_threads(call, &threads)):
+    cdef Wanted wanted
+    wanted.threads = threads
+    if not take_wanted(call, &wanted):
         return None
     lse = weights = None
     if call.given[OUT] != NULL:
         out = <object> call.given[OUT]
-        if not take_out(call, out):
-            return None
     else:
         out = empty(result_shape(call, call.job.value_width), <object> call.dtype)
         bind_own(call, &call.job.out, out, False)
-    if with_lse:
+    if wanted.lse:
         lse = empty(result_shape(call, -1), <object> call.dtype)
         bind_own(call, &call.job.lse, lse, True)
-    if with_weights:
+    if wanted.weights:
         weights = zeros(result_shape(call, call.job.keys), <object> call.dtype)
         bind_own(call, &call.job.weights, weights, False)
-    run_call(call, run_attention, &call.job, threads)
-    return (out, lse, weights) if with_lse or with_weights else out
+    run_call(call, run_attention, &call.job, wanted.threads)
+    return (out, lse, weights) if wanted.lse or wanted.weights else out
+
+
+cdef int take_call(Call *call, q, k, v, dict options) except -1:
+    """Everything that decides the scores, of a call by public names."""
+    return (number_options(call, options) and take_arrays(call, q, k, v) and take_options(call)
+            and place_queries(call))
+
+
+def takes(q, k, v, dict options):
+    """Whether attention() takes these values as they are."""
+    cdef Call call
+    cdef Wanted wanted
+    open_call(&call, 3)
+    try:
+        return bool(take_call(&call, q, k, v, options) and take_wanted(&call, &wanted))
+    finally:
+        close_batch(&call.batch)
 
 
 def attention(q, k, v, dict options, int threads):
@@ -38,8 +68,7 @@ def attention(q, k, v, dict options, int threads):
     cdef Call call
     open_call(&call, 3)
     try:
-        if not (number_options(&call, options) and take_arrays(&call, q, k, v) and take_options(&call)
-                and place_queries(&call)):
+        if not take_call(&call, q, k, v, options):
             return None
         return call_results(&call, threads)
     finally:
@@ -51,8 +80,7 @@ def partial(q, k, v, dict options, int threads):
     cdef Call call
     open_call(&call, 3)
     try:
-        if not (number_options(&call, options) and take_arrays(&call, q, k, v) and take_options(&call)
-                and place_queries(&call) and take_threads(&call, &threads)):
+        if not (take_call(&call, q, k, v, options) and take_threads(&call, &threads)):
             return None
         m = empty(result_shape(&call, -1), <object> call.dtype)
         l = empty(result_shape(&call, -1), <object> call.dtype)
@@ -121,8 +149,7 @@ cdef int take_scores(Call *call, scores, dict options, intervals, v) except -1:
     """
     if intervals is not None:
         call.given[INTERVALS] = <PyObject *> intervals
-    if not (number_options(call, options) and take_arrays(call, scores.q, scores.k, v) and take_options(call)
-            and place_queries(call)):
+    if not take_call(call, scores.q, scores.k, v, options):
         raise SystemError("attentile: the core does not take what was checked; please report this call")
     return 0
 
@@ -210,5 +237,28 @@ def stats(scores, v, m, l, found, int threads):
         take_result(&call, &stats.l, l, -1)
         take_statistics(&call, &stats, found)
         run_call(&call, run_statistics, &stats, threads)
+    finally:
+        close_batch(&call.batch)
+
+
+def explain(scores, v, out, bint with_weights, int threads):
+    """Counts (_count.pxi), as a dict, of attend() of these values. out: where the output goes; None: a new array."""
+    cdef Call call
+    cdef Counting counting
+    cdef at_tiles idle
+    cdef dict options = scores.options
+    intervals = scores.intervals
+    open_call(&call, 3)
+    memset(&counting, 0, sizeof(Counting))
+    counting.job = &call.job
+    try:
+        take_scores(&call, scores, options, intervals, v)
+        take_result(&call, &call.job.out, out, call.job.value_width)
+        if with_weights:                        # nothing is written there, so any address will do
+            call.job.weights.data = <char *> &counting
+        idle = at_idle_like(call.job.tiles)
+        call.job.tiles = &idle
+        run_call(&call, run_counting, &counting, threads)
+        return counting.counts
     finally:
         close_batch(&call.batch)

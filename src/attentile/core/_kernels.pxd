@@ -108,6 +108,7 @@ cdef extern from "kernels/kernels.h" nogil:
     int at_isa_count()
     const at_isa *at_isa_at(int index)
     int at_isa_supported(int index)
+    at_tiles at_idle_like(const at_tiles *tiles)
 
     ctypedef void (*at_task)(void *job, Py_ssize_t index, int slot) noexcept nogil
     void at_pool_run(at_task task, void *job, Py_ssize_t tasks, int threads)

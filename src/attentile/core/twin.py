@@ -7,11 +7,12 @@ One (batch, head) slice and TILE_ROWS queries at a time, so the scores take TILE
     3. softmax  p = exp(s - max); its sum is kept apart
     4. values   o = p v, in which a value that a row may not see is left out, even if it is NaN or Inf
 
-attend() and stats() take what the compiled ones take (_core.pyi).
+attend(), stats() and explain() take what the compiled ones take (_core.pyi).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -209,6 +210,24 @@ def stats(scores: Any, v: Array, m: Array, l: Array, found: Any, threads: int) -
         if found.rows is not None:
             place = found.chosen[rows]
             found.rows[(*at, place[place >= 0])] = p[place >= 0]
+
+
+def explain(scores: Any, v: Array, out: Array | None, with_weights: bool, threads: int) -> dict[str, int]:
+    """What attend() would do: by names of core/_count.pxi, those that mean something here. Every score is computed."""
+    tiles = _Tiles(scores)
+    found = {"threads": 1, "core_calls": 1, "pairs": 0, "bias_excludes": False, "bias_adds": False}
+    for _, item, h, rows in tiles:
+        allowed = tiles.allowed(item, h, rows)
+        if tiles.bias is not None:
+            bias = tiles.bias[item][h, rows]
+            excludes = bias == -np.inf
+            found["bias_excludes"] |= bool((allowed & excludes).any())
+            found["bias_adds"] |= bool((allowed & ~excludes & (bias != 0)).any())
+            allowed &= ~excludes
+        found["pairs"] += int(allowed.sum())
+    per_pair = scores.width + v.shape[-1]
+    found["executed_flops"] = 2 * math.prod((*scores.lead, scores.heads, scores.queries, scores.keys)) * per_pair
+    return found
 
 
 def _keep_top(p: Array, top_weights: Array, top_keys: Array) -> None:

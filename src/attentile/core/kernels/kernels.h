@@ -246,6 +246,9 @@ int at_isa_count(void);             /* every ISA of this build, best first */
 const at_isa* at_isa_at(int index); /* NULL if this build lacks it */
 int at_isa_supported(int index);    /* this processor and operating system can run it */
 
+/* idle.c. Tiles of the same element size and lanes that do nothing: those for scores, the others are NULL. */
+at_tiles at_idle_like(const at_tiles* tiles);
+
 /* pool.c. task(job, index, slot): index < tasks, slot < threads names the scratch of the running thread. */
 typedef void (*at_task)(void* job, ptrdiff_t index, int slot);
 void at_pool_run(at_task task, void* job, ptrdiff_t tasks, int threads);
