@@ -211,7 +211,12 @@ def num_threads(n: int) -> Iterator[None]:
         _block_threads.reset(token)
 
 
-try:
-    _from_environment()
-except ValueError as error:  # what is forced and makes no sense is an error, never a silent other choice
-    raise ImportError(f"attentile: ATTENTILE_NUM_THREADS can't be met: {error}") from None
+def _check_environment() -> None:
+    """What is forced and makes no sense is an error, never a silent other choice."""
+    try:
+        _from_environment()
+    except ValueError as error:
+        raise ImportError(f"attentile: ATTENTILE_NUM_THREADS can't be met: {error}") from None
+
+
+_check_environment()
