@@ -24,7 +24,7 @@ from ..merge import merge_attention
 from ..outputs import AttentionResult
 from ..positions.rotary import rotate_items
 from ..runtime import backend
-from ..runtime.threads import current_threads, threads_for
+from ..runtime.threads import get_num_threads, threads_for
 from ..storage import promoted, ready
 from . import checks
 from . import file as cache_file
@@ -315,7 +315,7 @@ class KVCache:
         view = self.view()
         if view is not None:
             given = q if self._rotary is None else turned(self, q, -1, options)
-            found = None if given is None else view.attend(given, options, current_threads())
+            found = None if given is None else view.attend(given, options, get_num_threads())
             if found is not None:
                 return AttentionResult(*found) if type(found) is tuple else found
         queries = as_array("KVCache.attend", "q", q)
