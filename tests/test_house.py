@@ -40,7 +40,6 @@ FLOORS = (
 NEIGHBOURS = {
     ("arguments", "storage"),
     ("cache", "attention"),
-    ("cache", "merge"),
     ("cache", "positions"),
     ("inspection", "attention"),
 }

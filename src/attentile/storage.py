@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
+_FLOAT16 = np.dtype(np.float16)
+
 
 def is_floating(dtype: np.dtype[Any]) -> bool:
     """NumPy's own floating types, and bfloat16, which is of no kind that NumPy knows."""
@@ -31,12 +33,11 @@ def _computed_in(dtype: np.dtype[Any], function: str) -> np.dtype[Any]:
 
 def half_dtype(*arrays: Any) -> np.dtype[Any] | None:
     """float16 or bfloat16 if that is the dtype of all of them, which are plain arrays."""
-    if any(type(array) is not np.ndarray for array in arrays):
-        return None
-    dtype: np.dtype[Any] = arrays[0].dtype
-    if dtype.itemsize != 2 or any(array.dtype != dtype for array in arrays):
-        return None
-    return dtype if (dtype == np.float16 and dtype.isnative) or dtype.name == "bfloat16" else None
+    dtype: np.dtype[Any] | None = getattr(arrays[0], "dtype", None)
+    for array in arrays:
+        if type(array) is not np.ndarray or array.dtype is not dtype:
+            return None
+    return dtype if dtype is _FLOAT16 or (dtype is not None and dtype.name == "bfloat16") else None
 
 
 def promoted(function: str, *arrays: Array) -> tuple[np.dtype[Any], np.dtype[Any]]:

@@ -20,7 +20,6 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from ..arguments import as_array, named_in_errors
 from ..core.constants import CHUNK, PANEL
-from ..merge import merge_attention
 from ..outputs import AttentionResult
 from ..positions.rotary import rotate_items
 from ..runtime import backend
@@ -29,10 +28,7 @@ from ..storage import promoted, ready
 from . import checks
 from . import file as cache_file
 from .attend import attend_stored, query_positions, row_positions, turned
-from .file import File
 from .pages import PagePool, PageTable, addresses_in
-
-__all__ = ["KVCache", "merge_attention"]
 
 Array = NDArray[Any]
 Index = NDArray[np.intp]
@@ -93,8 +89,7 @@ class KVCache:
 
     Pages are shared by forks and beams and copied by the first write. One cache must not be changed by two threads at
     once, nor while another attends; attending in several threads, and forks in different threads, are fine.
-    ``copy.copy``, ``copy.deepcopy`` and pickle give an independent cache. The arguments but rotary are attributes, too.
-    Windows with kept first tokens: Xiao et al.,
+    ``copy.copy``, ``copy.deepcopy`` and pickle give an independent cache. Windows with kept first tokens: Xiao et al.,
     "Efficient Streaming Language Models with Attention Sinks", 2023; pages: Kwon et al., "Efficient Memory Management
     for Large Language Model Serving with PagedAttention", 2023.
 
@@ -455,7 +450,7 @@ class KVCache:
 
     # ---- files ----
 
-    def save(self, file: File) -> None:
+    def save(self, file: cache_file.File) -> None:
         """Writes all that is needed to go on to an .npz file.
 
         Parameters
@@ -482,7 +477,7 @@ class KVCache:
         cache_file.write(file, cache_file.pack(self))
 
     @classmethod
-    def load(cls, file: File) -> KVCache:
+    def load(cls, file: cache_file.File) -> KVCache:
         """The cache that `save` wrote to `file`, a path or a binary file.
 
         Parameters
