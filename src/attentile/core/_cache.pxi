@@ -104,8 +104,9 @@ cdef class CacheView:
 
     shape and table as in store_tokens; lengths and held_from (B,) are read and, by append and truncate, written;
     writable (B,): tokens up to which an item's pages are there and its own. left, kept, capacity: window, sinks and
-    capacity of the cache, -1 for none; rotary: queries have positions even if nothing else asks for them. A view is good
-    until the cache replaces one of its arrays. What a method answers with False or None is for Python to convert or explain.
+    capacity of the cache, -1 for none; rotary: queries have positions even if nothing else asks for them. A view is
+    good until the cache replaces one of its arrays. What a method answers with False or None is for Python to convert
+    or explain.
     """
     cdef Layout layout
     cdef const Py_ssize_t[:, ::1] table
