@@ -61,7 +61,8 @@ class Structure:
 
     def options(self) -> dict[str, Any]:
         """The arguments again, as the compiled core takes them."""
-        window = None if self.left is self.right is None else (self.left, self.right)
+        # A q_start goes with a window even if that limits nothing.
+        window = None if self.left is self.right is self.q_start is None else (self.left, self.right)
         return {
             "causal": self.causal,
             "window": window,

@@ -61,6 +61,8 @@ def rounded(array: Array, dtype: np.dtype[Any], overflow: Literal["ignore"] | No
     """
     if array.dtype == dtype:
         return array
+    if dtype is _FLOAT16 and array.dtype == np.float32 and overflow is None and np.geterr()["under"] == "ignore":
+        return array.astype(dtype)  # the usual setting: to change it and back would take longer
     with np.errstate(over=overflow, under="ignore", invalid="ignore"):
         if array.dtype == np.float64 and dtype.name == "bfloat16":
             # Casts go through float32, so that comes first, rounded to odd: a last bit that is set wherever something

@@ -239,6 +239,13 @@ cdef int take_pages(Call *call, CacheView view, q) except -1:
     return 1
 
 
+cdef inline bint is_one_or(value, Py_ssize_t items) except -1:
+    """Whether this is one integer for all items, or one for each: none that repeats."""
+    if type(value) is ndarray:
+        return value.ndim == 0 or value.size == items
+    return type(value) not in (list, tuple) or len(value) == items
+
+
 cdef int place_in_cache(Call *call, CacheView view) except -1:
     """Where the queries stand: the last tokens of each item, unless something else is said (KVCache.attend)."""
     cdef Job *job = &call.job
@@ -246,6 +253,8 @@ cdef int place_in_cache(Call *call, CacheView view) except -1:
     cdef Py_ssize_t b
     cdef bint asked
     if view.left >= 0 and call.windowed:
+        return 0
+    if call.given[KEY_LENGTHS] != NULL and not is_one_or(<object> call.given[KEY_LENGTHS], view.lengths.shape[0]):
         return 0
     fold_batch(&call.batch, &job.batch)         # from here on integers can be read item by item
     for b in range(view.lengths.shape[0]):
