@@ -74,6 +74,8 @@ def integer(
 
 def positive_index(function: str, name: str, value: Any) -> int:
     """value as a positive int."""
+    if type(value) is int and value > 0:  # in most calls
+        return value
     return integer(function, name, value, 1, wanted="a positive integer")
 
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 _FLOAT16 = np.dtype(np.float16)
+_NATIVE = ({np.dtype(np.float64)}, {np.dtype(np.float32)})
 
 
 def is_floating(dtype: np.dtype[Any]) -> bool:
@@ -42,6 +43,10 @@ def half_dtype(*arrays: Any) -> np.dtype[Any] | None:
 
 def promoted(function: str, *arrays: Array) -> tuple[np.dtype[Any], np.dtype[Any]]:
     """(dtype of the arithmetic, dtype of the result) for arrays that are used together."""
+    given = {array.dtype for array in arrays}
+    if given in _NATIVE:  # most calls; in a small one the rules below take longer than a product
+        dtype = np.dtype(arrays[0].dtype.type)
+        return dtype, dtype
     for array in arrays:
         _computed_in(array.dtype, function)
     try:
