@@ -25,7 +25,7 @@ def poison(cache: KVCache) -> int:
 
     Shared pages are left alone: a slot that is empty here may hold a token of a fork.
     """
-    pool, table = cache._pages.pool, cache._pages.table
+    pool, table = cache.held.pages.pool, cache.held.pages.table
     pool.counts()  # counts off the pages of tables that died
     slots = 0
     for address in pool._free:
@@ -36,7 +36,7 @@ def poison(cache: KVCache) -> int:
             continue
         token = pool.page_keys * column + np.arange(pool.page_keys)
         held = np.zeros(pool.page_keys, bool)
-        for first, end in cache._held(int(item)):
+        for first, end in cache.held.runs(int(item)):
             held |= (token >= first) & (token < end)
         keys, values = pool.keys(int(table[item, column])), pool.values(int(table[item, column]))
         keys.swapaxes(2, 3)[:, ~held.reshape(-1, 16)] = np.nan
@@ -46,11 +46,11 @@ def poison(cache: KVCache) -> int:
 
 
 def pages_in_use(cache: KVCache) -> int:
-    return cache._pages.pool.counts()[0]
+    return cache.held.pages.pool.counts()[0]
 
 
 def pages_made(cache: KVCache) -> int:
-    return sum(cache._pages.pool.counts())
+    return sum(cache.held.pages.pool.counts())
 
 
 class Model:
@@ -206,6 +206,6 @@ def assert_same(impl: str, found: Any, expected: Any) -> None:
 def state_of(cache: KVCache) -> tuple[Any, ...]:
     """Everything that a failed call must leave alone."""
     return (
-        repr(cache), cache.lengths.tolist(), cache._held_from.tolist(), cache._pages.table.tolist(),
-        cache.keys().tobytes(), cache.values().tobytes(), cache._pages.pool.counts(),
+        repr(cache), cache.lengths.tolist(), cache.held.held_from.tolist(), cache.held.pages.table.tolist(),
+        cache.keys().tobytes(), cache.values().tobytes(), cache.held.pages.pool.counts(),
     )  # fmt: skip

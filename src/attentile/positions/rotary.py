@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -388,13 +389,49 @@ def rotary_embedding(
     return out
 
 
-# Those that say how to rotate, in order, for who keeps them: KVCache and MultiHeadAttention.
-ROTARY_OPTIONS = tuple(name for name in rotary_embedding.__kwdefaults__ or () if name not in ("inverse", "out"))
-
-
 def _not_in(out: Array, table: Array) -> Array:
     """The table, or a copy of it if writing to out could change it."""
     return table.copy() if np.may_share_memory(out, table) else table
+
+
+# ---- for those who keep the options: KVCache and MultiHeadAttention ----
+
+ROTARY_OPTIONS = tuple(name for name in rotary_embedding.__kwdefaults__ or () if name not in ("inverse", "out"))
+
+
+def kept_options(owner: str, rotary: Any, tables: bool = True) -> dict[str, Any] | None:
+    """A copy of the options that a cache or a layer is given; tables: of their arrays too."""
+    if rotary is None:
+        return None
+    if not isinstance(rotary, Mapping):
+        raise TypeError(f"{owner}: rotary is {rotary!r}; it must be a dict of rotary_embedding's keyword arguments")
+    unknown = [repr(name) for name in rotary if name not in ROTARY_OPTIONS]
+    if unknown:
+        raise TypeError(
+            f"{owner}: rotary has the unknown key {', '.join(unknown)}; known are {', '.join(ROTARY_OPTIONS)}"
+        )
+    return copied_options(rotary, tables)
+
+
+def copied_options(options: Mapping[str, Any], tables: bool = False) -> dict[str, Any]:
+    """A copy that shares nothing with the original, but for cos and sin without `tables`: they may be large, so they
+    become views that cannot be written to. Read-only views of dicts, which deepcopy refuses, become dicts."""
+
+    def one(value: Any) -> Any:
+        if isinstance(value, np.ndarray) and not tables:
+            value = value.view()
+            value.flags.writeable = False
+            return value
+        return copy.deepcopy(dict(value) if isinstance(value, Mapping) else value)
+
+    return {name: one(value) for name, value in options.items()}
+
+
+def row_positions(starts: Array, counts: Array | int, rows: int) -> Array:
+    """Positions (items, rows) of counts[b] tokens from starts[b] on. Padding behind them takes no later position, for
+    which tables may have no row, and which would change frequencies that depend on the length."""
+    last = np.maximum(starts + counts - 1, 0)
+    return np.minimum(starts[:, None] + np.arange(rows), last[:, None])
 
 
 def rotate_items(
