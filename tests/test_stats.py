@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from oracle import allowed_keys
 
-from attentile import attention, attention_stats, use_backend
+from attentile import attention, attention_stats, dispatch, use_backend
 from attentile.inspection.stats import KINDS
-from attentile.runtime import backend
 
 CASES = {
     "plain": {},
@@ -266,13 +265,13 @@ def test_both_passes_run_on_one_backend(compiled, monkeypatch):
     """Another thread may call use_backend() between them, and what they share is exact in one backend only."""
     q = np.random.default_rng(0).standard_normal((1, 2, 9, 8))
     expected = attention_stats(q, q, q)
-    real = backend.attend
+    real = dispatch.attend
 
     def switching(*arguments, **options):
         real(*arguments, **options)
         use_backend("numpy")
 
-    monkeypatch.setattr(backend, "attend", switching)
+    monkeypatch.setattr(dispatch, "attend", switching)
     with use_backend("compiled"):
         found = attention_stats(q, q, q)
         monkeypatch.undo()

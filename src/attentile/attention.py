@@ -12,11 +12,12 @@ from typing import Any, Literal, Unpack, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from . import dispatch
 from .arguments import named_in_errors, unknown_option
 from .outputs import AttentionResult, Outputs
 from .partial import Partial
 from .runtime import backend
-from .runtime.threads import current_threads, threads_for
+from .runtime.threads import get_num_threads, threads_for
 from .scores import SCORE_OPTIONS, ScoreOptions, checked
 from .storage import half_dtype, rounded
 
@@ -192,7 +193,7 @@ def attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -> Array
     """
     core = backend.active
     if core is not None:
-        found = core.attention(q, k, v, options, current_threads())
+        found = core.attention(q, k, v, options, get_num_threads())
         if found is not None:
             return AttentionResult(*found) if type(found) is tuple else found
     return _converted(q, k, v, options)
@@ -204,7 +205,7 @@ def _converted(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Array | Atten
     half = half_dtype(q, k, v)
     if half is not None and backend.active is not None and options.get("out") is None:
         widened = (rounded(array, np.dtype(np.float32)) for array in (q, k, v))
-        found = backend.active.attention(*widened, options, current_threads())
+        found = backend.active.attention(*widened, options, get_num_threads())
         if type(found) is tuple:
             out, lse, weights = found
             return AttentionResult(rounded(out, half), lse, None if weights is None else rounded(weights, half))
@@ -218,7 +219,7 @@ def _converted(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Array | Atten
         outputs.want_lse()
     if options.get("return_weights"):
         outputs.want_weights()
-    backend.attend(scores, v, outputs, threads)
+    dispatch.attend(scores, v, outputs, threads)
     return outputs.finished()
 
 
@@ -233,8 +234,9 @@ def attention_partial(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) 
     ----------
     q, k, v : array_like
         As in `attention`, shapes (..., Hq, L, D), (..., Hkv, S, D), (..., Hkv, S, Dv).
-    mask, bias, causal, q_start, window, key_lengths, prefix_lengths, segments, scale, softcap, alibi_slopes, score_mod,
-    num_threads
+    mask, bias, scale, softcap, alibi_slopes, score_mod, num_threads
+        As in `attention`.
+    causal, q_start, window, key_lengths, prefix_lengths, segments
         As in `attention`, for these keys: key 0 is the first one given here, so q_start is the position of query 0 less
         that of this key, and may be negative. There are no sinks: give them to the call that finishes the rows.
     before : Partial, optional
@@ -261,7 +263,7 @@ def attention_partial(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) 
     """
     core = backend.active
     if core is not None and "sinks" not in options:
-        found = core.partial(q, k, v, options, current_threads())
+        found = core.partial(q, k, v, options, get_num_threads())
         if found is not None:
             return Partial(*found)
     unknown_option("attention_partial", options, _PARTIAL_OPTIONS.keys())
@@ -270,5 +272,5 @@ def attention_partial(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) 
         scores, v = checked(q, k, v, options)
     outputs = Outputs(scores, v.shape[-1])
     partial = outputs.want_partial()
-    backend.attend(scores, v, outputs, threads)
+    dispatch.attend(scores, v, outputs, threads)
     return partial

@@ -168,9 +168,7 @@ def _check_window(window: Any) -> tuple[int | None, int | None]:
     return sides[0], sides[1]
 
 
-def _check_positions(
-    structure: Structure, q_start: Any, named: bool, needed: bool, queries: int, keys: int
-) -> None:
+def _check_positions(structure: Structure, q_start: Any, named: bool, needed: bool, queries: int, keys: int) -> None:
     """Refuses queries that stand nowhere, or in two places.
 
     needed: a window or ALiBi asks for positions. named: one of them was given, even if it asks for nothing.

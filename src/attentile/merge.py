@@ -111,13 +111,14 @@ def _merged(parts: list[Any]) -> Partial:
                     f"{first.shape} and {first.dtype}; they must be equal"
                 )
     m = np.maximum.reduce([part.m for part in parts])
-    l, o = np.zeros_like(parts[0].l), np.zeros_like(parts[0].o)
+    total = np.zeros_like(parts[0].l)
+    o = np.zeros_like(parts[0].o)
     with np.errstate(all="ignore"):
         for part in parts:
             share = np.where(np.isneginf(part.m), 0, np.exp2(part.m - m)).astype(m.dtype)
-            l += share * part.l
+            total += share * part.l
             o += share[..., None] * part.o
-    return Partial(m, l, o)
+    return Partial(m, total, o)
 
 
 def _checked(pairs: list[Any]) -> tuple[list[Array], list[Array]]:

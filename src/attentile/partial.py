@@ -33,8 +33,8 @@ class Partial(NamedTuple):
 
     Notes
     -----
-    A row that goes on (``attention(..., before=partial)``) after a multiple of 256 keys runs the very operations that it
-    would run in one call over all keys, and has its bits. Rows of any other length, and rows that `merge_attention`
+    A row that goes on (``attention(..., before=partial)``) after a multiple of 256 keys runs the very operations that
+    it would run in one call over all keys, and has its bits. Rows of any other length, and rows that `merge_attention`
     joins, are exact to rounding. Online softmax: Milakov and Gimelshein, "Online normalizer calculation for softmax",
     2018.
 

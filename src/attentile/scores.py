@@ -3,7 +3,7 @@
     attention(q, k, v, **options)
         the core's own check (core/_call.pxi) takes what it can use as it is, and that is all for most calls
         else  Scores.of(...)        every check again, to explain; or the values converted to what the core takes
-              attend(scores, v, outputs)      the core, or the twin, see runtime/backend.py
+              attend(scores, v, outputs)      the core, or the twin, see dispatch.py
 
 A `Scores` is checked and settled: arrays of one dtype, native, aligned, the last axis contiguous, batch axes that
 broadcast to `lead`. To add a score change: a field here with its check, one in core/_call.pxi, a tile, a line of the
@@ -119,7 +119,8 @@ def check_mask(mask: Any, shape: tuple[int, ...]) -> Array | None:
         hint = "pass it as bias=" if is_floating(mask.dtype) else "pass mask != 0"
         raise TypeError(f"attention: mask has dtype {mask.dtype}; it must be bool, True = may attend ({hint}?)")
     _check_broadcast("mask", mask, shape)
-    return mask.view(np.bool_)  # a plain array of NumPy's own bool
+    plain: Array = mask.view(np.bool_)  # of NumPy's own bool
+    return plain
 
 
 def _bias(bias: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array | None:
@@ -163,7 +164,8 @@ def _lead(q: Array, k: Array, v: Array) -> tuple[int, ...]:
 def _score_mod(score_mod: Any) -> ScoreMod | None:
     if score_mod is not None and not callable(score_mod):
         raise TypeError(f"attention: score_mod is {score_mod!r}; it must be a callable (scores, b, h, i, j) -> scores")
-    return score_mod  # type: ignore[no-any-return]
+    found: ScoreMod | None = score_mod
+    return found
 
 
 def _before(before: Any, shape: tuple[int, ...], width: int, dtype: np.dtype[Any]) -> Partial | None:
@@ -251,7 +253,6 @@ class Scores:
     def empty(self) -> bool:
         """Whether there is no row or no key, so that no result depends on a score."""
         return 0 in self.shape
-
 
     def without_values(self, v: Array) -> Array:
         """A column of zeros in the place of values of width 0, for what is computed beside the output."""

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from .arguments import as_real, positive_index
 from .core import twin
 from .runtime import backend
-from .runtime.threads import current_threads
+from .runtime.threads import get_num_threads
 from .storage import promoted, ready, rounded
 
 Array = NDArray[Any]
@@ -29,7 +29,7 @@ def _self_attention(
     """Output and weights of Q (..., L, d), K (..., S, d), V (..., S, d_v)."""
     core = backend.active
     if core is not None:
-        found = core.textbook(Q, K, V, d_k, mask, causal, MASKED_SCORE, None, current_threads())
+        found = core.textbook(Q, K, V, d_k, "causal" if causal else mask, MASKED_SCORE, None, get_num_threads())
         if found is not None:
             return found  # type: ignore[no-any-return]
     q, k, v = np.asarray(Q), np.asarray(K), np.asarray(V)
@@ -61,16 +61,14 @@ def _attend(
     width = v.shape[-1]
     if width == 0:  # the core takes no empty array
         v = np.zeros((*v.shape[:-1], 1), compute)
-    found = core.textbook(q, k, v, d_k, allowed, causal, MASKED_SCORE, None, current_threads())
+    found = core.textbook(q, k, v, d_k, "causal" if causal else allowed, MASKED_SCORE, None, get_num_threads())
     return found[0][..., :width], found[1]
 
 
 def _check_shapes(function: str, q: Array, k: Array, v: Array, causal: bool) -> None:
     shapes = f"Q has shape {q.shape}, K {k.shape}, V {v.shape}"
     if causal and (q.ndim < 2 or k.ndim < 2 or q.shape[-2] != k.shape[-2]):
-        raise ValueError(
-            f"{function}: Q has shape {q.shape}, K {k.shape}; they must have the same number of rows"
-        )
+        raise ValueError(f"{function}: Q has shape {q.shape}, K {k.shape}; they must have the same number of rows")
     for name, array in (("Q", q), ("K", k), ("V", v)):
         if array.ndim < 2:
             raise ValueError(f"{function}: {name} has shape {array.shape}; it needs at least two axes, (rows, width)")
@@ -266,7 +264,7 @@ def _heads(q: Array, k: Array, v: Array, d_k: int, allowed: Array | None) -> Arr
             own = None if seen is None else seen[item[:-1]]
             out[item] = twin.textbook(q[item], k[item], v[item], 1.0 / math.sqrt(d_k), own, MASKED_SCORE)[0]
     elif out.size:
-        core.textbook(q, k, v, d_k, allowed, False, MASKED_SCORE, out, current_threads())
+        core.textbook(q, k, v, d_k, allowed, MASKED_SCORE, out, get_num_threads())
     return beside.reshape(*lead, length, heads * d_k)
 
 

@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from ..outputs import AttentionResult
 from ..positions.rotary import copied_options
-from ..runtime.threads import current_threads
+from ..runtime.threads import get_num_threads
 from . import file as cache_file
 from .attend import attend_held, last_turned
 from .file import File
@@ -237,7 +237,7 @@ class KVCache:
         view = held.view()
         if view is not None:
             given = q if held.rotary is None else last_turned(held, q, options)
-            found = None if given is None else view.attend(given, options, current_threads())
+            found = None if given is None else view.attend(given, options, get_num_threads())
             if found is not None:
                 return AttentionResult(*found) if type(found) is tuple else found
         return attend_held(held, q, options)

@@ -4,9 +4,9 @@
 #     k, v  (   8,  4, 100, 64)     batch axes    (8,)  ├─ broadcast to (2, 8): a stride of 0 where an array is repeated
 #     mask  (       1, 100, 100)    batch axes     ()   ┘
 #
-# The pass knows one batch axis. So the last axes are folded into one as long as the strides of every array allow it, and
-# what is left over is run through, one call of the pass after the other. Nothing is copied. Arrays are borrowed through
-# the buffer protocol and not as typed memoryviews, which have a fixed number of axes.
+# The pass knows one batch axis. So the last axes are folded into one as long as the strides of every array allow it,
+# and what is left over is run through, one call of the pass after the other. Nothing is copied. Arrays are borrowed
+# through the buffer protocol and not as typed memoryviews, which have a fixed number of axes.
 #
 # Included by _core.pyx after _blocks.pxi.
 

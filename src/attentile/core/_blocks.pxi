@@ -179,6 +179,15 @@ cdef inline char *at(const Strided *a, Py_ssize_t b, Py_ssize_t h, Py_ssize_t i)
     return a.data + b * a.batch + h * a.head + i * a.row
 
 
+cdef inline void bind_four(Strided *to, const void *data, Py_ssize_t *strides) noexcept:
+    """An array of four axes, as its memoryview tells."""
+    to.data = <char *> data
+    to.batch = strides[0]
+    to.head = strides[1]
+    to.row = strides[2]
+    to.column = strides[3]
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # Division of work and scratch
 # ---------------------------------------------------------------------------------------------------------------
@@ -407,7 +416,7 @@ cdef void open_block(const Job *job, Block *block, char *free_bytes, Py_ssize_t 
 
 
 cdef void start_rows(const Job *job, Block *block) noexcept nogil:
-    """No key seen yet: m = -inf, l = 0, and ot is written by the first chunk; or where other keys have left the rows."""
+    """No key seen yet: m = -inf, l = 0, and ot is written by the first chunk. Or where other keys have left them."""
     cdef Py_ssize_t r, item = <Py_ssize_t> job.tiles.itemsize
     block.first = True
     block.excludes = False

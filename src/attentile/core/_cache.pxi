@@ -50,9 +50,8 @@ cdef void store_keys(const at_tiles *tiles, char *page, const char *rows, Py_ssi
 
 
 cdef void store_item(const Layout *layout, size_t itemsize, const Py_ssize_t *pages, Py_ssize_t first, Py_ssize_t n,
-                     const char *k, Py_ssize_t k_head, Py_ssize_t k_row, const char *v, Py_ssize_t v_head,
-                     Py_ssize_t v_row) noexcept nogil:
-    """The tokens first ... first + n of one item, page by page and head by head."""
+                     const Strided *k, const Strided *v, Py_ssize_t b) noexcept nogil:
+    """n tokens of item b, which are its tokens first ... on these pages, page by page and head by head."""
     cdef const at_tiles *tiles = active.f32 if itemsize == sizeof(float) else active.f64
     cdef Py_ssize_t item = <Py_ssize_t> itemsize, done = 0, slot, part, h, j
     cdef Py_ssize_t key_head = layout.page_keys * layout.width * item
@@ -64,10 +63,10 @@ cdef void store_item(const Layout *layout, size_t itemsize, const Py_ssize_t *pa
         part = min(n - done, layout.page_keys - slot)
         page = <char *> pages[(first + done) // layout.page_keys]
         for h in range(layout.kv_heads):
-            store_keys(tiles, page + h * key_head, k + h * k_head + done * k_row, k_row, layout.width, slot, part)
+            store_keys(tiles, page + h * key_head, at(k, b, h, done), k.row, layout.width, slot, part)
             to = page + layout.kv_heads * key_head + h * value_head + slot * value_row
             for j in range(part):
-                memcpy(to + j * value_row, v + h * v_head + (done + j) * v_row, value_row)
+                memcpy(to + j * value_row, at(v, b, h, done + j), value_row)
         done += part
 
 
@@ -75,11 +74,13 @@ cdef int store_typed(const real[:, :, :, :] k, const real[:, :, :, :] v, const L
                      const Py_ssize_t[:, ::1] table, const Py_ssize_t[::1] starts,
                      const Py_ssize_t[::1] counts) except -1:
     cdef Py_ssize_t b
+    cdef Strided keys, values
+    bind_four(&keys, &k[0, 0, 0, 0], k.strides)
+    bind_four(&values, &v[0, 0, 0, 0], v.strides)
     with nogil:
         for b in range(k.shape[0]):
             if counts[b] > 0:
-                store_item(layout, sizeof(real), &table[b, 0], starts[b], counts[b], <const char *> &k[b, 0, 0, 0],
-                           k.strides[1], k.strides[2], <const char *> &v[b, 0, 0, 0], v.strides[1], v.strides[2])
+                store_item(layout, sizeof(real), &table[b, 0], starts[b], counts[b], &keys, &values, b)
     return 0
 
 
@@ -101,8 +102,8 @@ def store_tokens(k, v, tuple shape, table, starts, counts):
 cdef class CacheView:
     """The arrays of a KVCache, held ready for its calls.
 
-    shape and table as in store_tokens; lengths and held_from (B,) are read and, by append and truncate, written; writable
-    (B,): tokens up to which an item's pages are there and its own. left, kept, capacity: window, sinks and capacity of
+    shape and table as in store_tokens; lengths and held_from (B,) are read and, by append and truncate, written;
+    writable (B,): tokens up to which an item's pages are there and its own. left, kept, capacity: window, sinks and capacity of
     the cache, -1 for none; rotary: queries have positions even if nothing else asks for them. A view is good until the
     cache replaces one of its arrays. What a method answers with False or None is for Python to convert or explain.
     """
@@ -202,14 +203,17 @@ cdef inline bint is_direct_four(const real[:, :, :, :] a) noexcept nogil:
 cdef bint append_typed(CacheView view, const real[:, :, :, :] k, const real[:, :, :, :] v) except -1:
     cdef Py_ssize_t b, n = k.shape[2], batch = k.shape[0]
     cdef Layout *layout = &view.layout
+    cdef Strided keys, values
     if (batch != view.lengths.shape[0] or v.shape[0] != batch or v.shape[2] != n or n == 0 or batch == 0
             or k.shape[1] != layout.kv_heads or v.shape[1] != layout.kv_heads or k.shape[3] != layout.width
-            or v.shape[3] != layout.value_width or not is_direct_four(k) or not is_direct_four(v) or not may_append(view, n)):
+            or v.shape[3] != layout.value_width or not is_direct_four(k) or not is_direct_four(v)
+            or not may_append(view, n)):
         return False
+    bind_four(&keys, &k[0, 0, 0, 0], k.strides)
+    bind_four(&values, &v[0, 0, 0, 0], v.strides)
     with nogil:
         for b in range(batch):
-            store_item(layout, sizeof(real), &view.table[b, 0], view.lengths[b], n, <const char *> &k[b, 0, 0, 0],
-                       k.strides[1], k.strides[2], <const char *> &v[b, 0, 0, 0], v.strides[1], v.strides[2])
+            store_item(layout, sizeof(real), &view.table[b, 0], view.lengths[b], n, &keys, &values, b)
             if view.left >= 0:
                 view.held_from[b] = max(view.held_from[b], view.lengths[b] - view.left)
             view.lengths[b] += n
@@ -239,6 +243,7 @@ cdef int place_in_cache(Call *call, CacheView view) except -1:
     cdef Job *job = &call.job
     cdef Structure *structure = &job.structure
     cdef Py_ssize_t b
+    cdef bint asked
     if view.left >= 0 and call.windowed:
         return 0
     fold_batch(&call.batch, &job.batch)         # from here on integers can be read item by item
@@ -254,7 +259,8 @@ cdef int place_in_cache(Call *call, CacheView view) except -1:
     if structure.prefixes.data != NULL and not structure.causal:
         return 0
     if call.placed:
-        if call.causal > PLAIN or not (structure.causal or call.limited or view.left >= 0 or job.slopes != NULL or view.rotary):
+        asked = structure.causal or call.limited or view.left >= 0 or job.slopes != NULL or view.rotary
+        if call.causal > PLAIN or not asked:
             return 0
     elif call.causal == PLAIN and job.queries != job.keys:
         return 0

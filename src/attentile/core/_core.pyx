@@ -7,6 +7,7 @@
     _count.pxi    what a call would do, in numbers
     _arrays.pxi   Python's arrays: borrowed memory, batch axes that broadcast and fold
     _call.pxi     the check of a call: from Python's values to a job
+    _results.pxi  where its results go; its run over all batch items
     _door.pxi     the entries
     _cache.pxi    tokens on the pages of a cache, and attention over them
     _angles.pxi, _encode.pxi, _rotary.pxi         positions
@@ -63,6 +64,7 @@ include "_stats.pxi"
 include "_count.pxi"
 include "_arrays.pxi"
 include "_call.pxi"
+include "_results.pxi"
 include "_door.pxi"
 include "_cache.pxi"
 include "_angles.pxi"

@@ -1,6 +1,6 @@
 # What a call would do, in numbers, for explain(): the pass's own division of the work, its own blocks of rows and its
-# own way over the chunks of keys, with tiles that do nothing (kernels/idle.c). Queries, keys and values are not read and
-# no result is written; a mask and a bias are read as the pass reads them. Included by _core.pyx after _pass.pxi.
+# own way over the chunks of keys, with tiles that do nothing (kernels/idle.c). Queries, keys and values are not read
+# and no result is written; a mask and a bias are read as the pass reads them. Included by _core.pyx after _pass.pxi.
 
 cdef extern from *:
     int popcount "__builtin_popcount"(unsigned int x) noexcept nogil

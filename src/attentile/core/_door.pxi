@@ -105,26 +105,27 @@ cdef int take_textbook_mask(Call *call, mask) except -1:
     return take_mask_of(call, mask, 2)
 
 
-def textbook(Q, K, V, d_k, mask, bint causal, double fill, out, int threads):
+def textbook(Q, K, V, d_k, mask, double fill, out, int threads):
     """Attention with scores / sqrt(d_k), where a masked key gets the score `fill` instead of being left out.
 
-    Without `out`: Q (..., L, d), K, V without heads, and the result is (output, weights). With it: arrays (..., H, L, d),
-    written to `out` of this shape, without weights. mask (..., L, S), 0 = masked. causal: also keys after the query's own.
+    Without `out`: Q (..., L, d), K, V without heads, and the result is (output, weights). With it: arrays
+    (..., H, L, d), written to `out` of this shape, without weights. mask (..., L, S), 0 = masked, or "causal".
     None if Python must convert or explain.
     """
     cdef Call call
     cdef double number
+    cdef bint causal = type(mask) is str and mask == "causal"
     open_call(&call, 2 if out is None else 3)
     try:
         if not (take_arrays(&call, Q, K, V) and take_number(d_k, &number) and 0 < number < INFINITY):
             return None
-        if mask is not None and not take_textbook_mask(&call, mask):
+        if mask is not None and not causal and not take_textbook_mask(&call, mask):
             return None
         if causal and call.job.queries != call.job.keys:
             return None
         call.job.structure.causal = call.job.structure.some = causal
         call.job.factor = (1.0 / sqrt(number)) * LOG2E
-        if mask is not None or causal:
+        if mask is not None:
             call.job.filling = True
             call.job.fill = fill * LOG2E
         if out is not None:
@@ -183,7 +184,7 @@ cdef int take_outputs(Call *call, outputs) except -1:
 
 
 def attend(scores, v, outputs, int threads):
-    """The pass over checked values, none of them empty: scores (scores.py), v (..., Hkv, S, Dv), outputs (outputs.py)."""
+    """The pass over checked values, none of them empty: scores.py, v (..., Hkv, S, Dv), outputs.py."""
     cdef Call call
     cdef dict options = scores.options
     intervals = scores.intervals

@@ -53,44 +53,52 @@ cdef inline Py_ssize_t chunk_keys(const Job *job, Py_ssize_t c) noexcept nogil:
     return min(<Py_ssize_t> AT_CHUNK, job.keys - c * AT_CHUNK)
 
 
+cdef struct Visit:                              # one chunk of keys during a task
+    Py_ssize_t b, head                          # item, key head
+    Py_ssize_t c                                # the chunk, of first .. end
+    Py_ssize_t first, end
+
+cdef struct Run:                                # keys chunk + start .. chunk + stop
+    Py_ssize_t chunk                            # key that the chunk starts with
+    Py_ssize_t start, stop
+    int kind                                    # of their mask words
+
+
 cdef inline void look_ahead(const Job *job, Block **blocks, Py_ssize_t n_blocks, Py_ssize_t x, Shared *shared,
-                            Py_ssize_t b, Py_ssize_t head, Py_ssize_t c, Py_ssize_t first,
-                            Py_ssize_t end) noexcept nogil:
-    """What the scores of block x in chunk c of first .. end fetch.
+                            const Visit *visit) noexcept nogil:
+    """What the scores of block x in the visited chunk fetch.
 
     The first block fetches the chunk's values, the second one the next chunk's keys. Queries and outputs are touched
     once: in the first chunk the queries of the next block, in the last one the block's place in the output.
     """
-    cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize
+    cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, b = visit.b, head = visit.head, c = visit.c
     shared.n_ahead = 0
     if not job.fetch:
         return
     if x == 0 and is_stored(job, b, c):
         fetch_chunk(shared, value_chunk(job, b, head, c), job.v.row, chunk_keys(job, c), job.value_width * item)
-    elif x == 1 and c + 1 < end and is_stored(job, b, c + 1):
+    elif x == 1 and c + 1 < visit.end and is_stored(job, b, c + 1):
         fetch_chunk(shared, key_chunk(job, b, head, c + 1), job.k.row, chunk_keys(job, c + 1), job.width * item)
-    if c == first and x + 1 < n_blocks:
+    if c == visit.first and x + 1 < n_blocks:
         fetch_rows(shared, blocks[x + 1].q_rows, blocks[x + 1].n_rows, 0, job.width * item)
-    elif c == end - 1 and job.out.data != NULL:
+    elif c == visit.end - 1 and job.out.data != NULL:
         fetch_rows(shared, <const char **> blocks[x].out_rows, blocks[x].n_rows, 0, job.value_width * item)
 
 
-cdef void score_run(const Job *job, Block *block, Shared *shared, const char *k, Py_ssize_t chunk, Py_ssize_t start,
-                    Py_ssize_t stop, int kind) noexcept nogil:
-    """Final scores of the keys chunk + start .. chunk + stop, and their maximum in shared.top. k: first key of the
-    chunk.
+cdef void score_run(const Job *job, Block *block, Shared *shared, const char *k, const Run *run) noexcept nogil:
+    """Final scores of a run of keys, and their maximum in shared.top. k: first key of the chunk.
 
     Every step leaves a maximum; only that of the last one counts, the others go to shared.unused.
     """
     cdef const at_tiles *tiles = job.tiles
-    cdef Py_ssize_t n = stop - start
+    cdef Py_ssize_t start = run.start, n = run.stop - run.start, key = run.chunk + run.start
     cdef char *st = shared.st + start * block.pitch * <Py_ssize_t> tiles.itemsize
-    cdef int steps = (job.softcap != 0) + (job.bias.data != NULL) + (job.slopes != NULL) + (kind == MIXED)
-    if kind == NONE:
+    cdef int steps = (job.softcap != 0) + (job.bias.data != NULL) + (job.slopes != NULL) + (run.kind == MIXED)
+    if run.kind == NONE:
         fill_reals(st, tiles.itemsize, n * block.pitch, -INFINITY)
         return
     if job.bias.column == <Py_ssize_t> tiles.itemsize:
-        fetch_rows(shared, block.bias_rows, block.n_rows, (chunk + start) * job.bias.column, n * job.bias.column)
+        fetch_rows(shared, block.bias_rows, block.n_rows, key * job.bias.column, n * job.bias.column)
     tiles.scores[block.vectors - 1](st, shared.unused if steps else shared.top, block.qt,
                                     k + start * job.k.row, job.k.row, job.key_step, job.width, n,
                                     shared.ahead, shared.n_ahead)
@@ -101,15 +109,15 @@ cdef void score_run(const Job *job, Block *block, Shared *shared, const char *k,
                       job.softcap * LOG2E)
     if job.bias.data != NULL:
         steps -= 1
-        move_rows(block.bias_rows, block.n_rows, (chunk + start) * job.bias.column)
+        move_rows(block.bias_rows, block.n_rows, key * job.bias.column)
         tiles.add_bias(st, shared.unused if steps else shared.top, block.bias_rows, job.bias.column, block.n_rows,
                        block.vectors, n)
-        move_rows(block.bias_rows, block.n_rows, -(chunk + start) * job.bias.column)
+        move_rows(block.bias_rows, block.n_rows, -key * job.bias.column)
     if job.slopes != NULL:
         steps -= 1
-        place_rows(job, block, chunk + start)
+        place_rows(job, block, key)
         tiles.alibi(st, shared.unused if steps else shared.top, block.slope, block.position, block.vectors, n)
-    if kind == MIXED:
+    if run.kind == MIXED:
         tiles.exclude(st, shared.top, shared.words + start // AT_WORD * block.pitch, block.vectors, n, job.fill)
 
 
@@ -122,11 +130,11 @@ cdef void place_rows(const Job *job, Block *block, Py_ssize_t key) noexcept nogi
 
 
 cdef inline void score_some(const Job *job, Block *block, Shared *shared, const char *k, const char *v,
-                            Py_ssize_t chunk, Py_ssize_t start, Py_ssize_t stop, int kind) noexcept nogil:
+                            const Run *run) noexcept nogil:
     if job.few:
-        score_few(job, block, shared, k, v, chunk, start, stop, kind)
+        score_few(job, block, shared, k, v, run)
     else:
-        score_run(job, block, shared, k, chunk, start, stop, kind)
+        score_run(job, block, shared, k, run)
 
 
 cdef bint score_chunk(const Job *job, Block *block, Shared *shared, const char *k, const char *v, Py_ssize_t chunk,
@@ -135,8 +143,9 @@ cdef bint score_chunk(const Job *job, Block *block, Shared *shared, const char *
 
     k, v: first key and value of the chunk; v is only fetched ahead.
     """
-    cdef Py_ssize_t start, stop, w, run, item = <Py_ssize_t> job.tiles.itemsize
+    cdef Py_ssize_t start, stop, w, item = <Py_ssize_t> job.tiles.itemsize
     cdef Py_ssize_t n = min(<Py_ssize_t> AT_CHUNK, job.keys - chunk)
+    cdef Run run
     if 0 < job.structure.kept <= chunk and chunk + n <= block.gap_end:
         return False
     start = max(block.lo - chunk, 0) // AT_WORD * AT_WORD
@@ -145,7 +154,11 @@ cdef bint score_chunk(const Job *job, Block *block, Shared *shared, const char *
         return False
     fill_reals(shared.top, item, block.pitch, -INFINITY)
     if not block.masked and block.all_lo <= chunk + start and chunk + stop <= block.all_hi:
-        score_some(job, block, shared, k, v, chunk, start, stop, ALL)
+        run.chunk = chunk
+        run.start = start
+        run.stop = stop
+        run.kind = ALL
+        score_some(job, block, shared, k, v, &run)
     else:
         build_words(job, block, shared, chunk, stop)
         while start < stop and shared.kinds[start // AT_WORD] == NONE:
@@ -154,15 +167,18 @@ cdef bint score_chunk(const Job *job, Block *block, Shared *shared, const char *
             stop = (stop - 1) // AT_WORD * AT_WORD
         if start >= stop:
             return False
-        run = start
-        while run < stop:
-            w = run // AT_WORD + 1
-            while w * AT_WORD < stop and shared.kinds[w] == shared.kinds[run // AT_WORD]:
+        run.chunk = chunk
+        run.start = start
+        while run.start < stop:                 # words of one kind after the other
+            run.kind = shared.kinds[run.start // AT_WORD]
+            w = run.start // AT_WORD + 1
+            while w * AT_WORD < stop and shared.kinds[w] == run.kind:
                 w += 1
-            if shared.kinds[run // AT_WORD] != ALL:
+            if run.kind != ALL:
                 block.excludes = True
-            score_some(job, block, shared, k, v, chunk, run, min(w * AT_WORD, stop), shared.kinds[run // AT_WORD])
-            run = w * AT_WORD
+            run.stop = min(w * AT_WORD, stop)
+            score_some(job, block, shared, k, v, &run)
+            run.start = w * AT_WORD
     first[0], end[0] = start, stop
     return True
 
@@ -268,7 +284,8 @@ cdef void close_block(const Job *job, Block *block, Shared *shared) noexcept nog
 cdef void visit_chunks(const Job *job, Block **blocks, Py_ssize_t n_blocks, Shared *shared, Py_ssize_t b,
                        Py_ssize_t head, bint careful) noexcept nogil:
     """The loop over key chunks, from the first to the last that some row of the blocks sees."""
-    cdef Py_ssize_t lo = job.keys, hi = 0, x, c, start, stop, first
+    cdef Py_ssize_t lo = job.keys, hi = 0, x, c, start, stop
+    cdef Visit visit
     cdef const char *v
     for x in range(n_blocks):
         start_rows(job, blocks[x])
@@ -276,14 +293,18 @@ cdef void visit_chunks(const Job *job, Block **blocks, Py_ssize_t n_blocks, Shar
             fill_reals(blocks[x].tops, job.tiles.itemsize, chunks_before(job.keys) * blocks[x].pitch, -INFINITY)
         lo = min(lo, blocks[x].lo)
         hi = max(hi, blocks[x].hi)
-    first = lo // AT_CHUNK
-    for c in range(first, chunks_before(hi)):
+    visit.b = b
+    visit.head = head
+    visit.first = lo // AT_CHUNK
+    visit.end = chunks_before(hi)
+    for c in range(visit.first, visit.end):
+        visit.c = c
         v = value_chunk(job, b, head, c)
         for x in range(n_blocks):
-            if c == first:
+            if c == visit.first:
                 job.tiles.pack(blocks[x].qt, blocks[x].q_rows, blocks[x].n_rows, blocks[x].vectors, job.width,
                                job.factor)
-            look_ahead(job, blocks, n_blocks, x, shared, b, head, c, first, chunks_before(hi))
+            look_ahead(job, blocks, n_blocks, x, shared, &visit)
             if score_chunk(job, blocks[x], shared, key_chunk(job, b, head, c), v, c * AT_CHUNK, &start, &stop):
                 weigh(job, blocks[x], shared, v, c * AT_CHUNK, start, stop, careful)
 

@@ -174,15 +174,6 @@ cdef int run_rotary(Rotary *job, int threads) except -1 nogil:
     return 0
 
 
-cdef inline void bind_four(Strided *to, const void *data, Py_ssize_t *strides) noexcept:
-    """An array of four axes, as its memoryview tells."""
-    to.data = <char *> data
-    to.batch = strides[0]
-    to.head = strides[1]
-    to.row = strides[2]
-    to.column = strides[3]
-
-
 cdef int bind_table(Strided *to, table) except -1:
     """Two axes, float32 or float64, last axis contiguous."""
     cdef const float[:, :] single

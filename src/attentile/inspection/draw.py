@@ -63,7 +63,7 @@ def draw_mask(
     if file is not None and os.path.splitext(file)[1].lower() not in (".png", ".svg"):
         raise ValueError(f"draw_mask: file is {os.fspath(file)!r}; its name must end with .png or .svg")
     with named_in_errors("draw_mask"):
-        options = {"causal": causal, "q_start": q_start, "window": window, "key_lengths": key_lengths}
+        options: dict[str, Any] = {"causal": causal, "q_start": q_start, "window": window, "key_lengths": key_lengths}
         options |= {"prefix_lengths": prefix_lengths, "segments": segments}
         found = structure((), n_queries, n_keys, options)
     seen = None if mask is None else _drawn_mask(mask, (n_queries, n_keys))

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from .. import dispatch
 from ..arguments import check_out
 from ..attention import OPTIONS
 from ..core.constants import CHUNK
@@ -95,7 +96,7 @@ class _Call:
             check_out("attention", self.out, self.shape, scores.dtype)
             read = (scores.q, scores.k, self.v, scores.mask, scores.bias, *(scores.before or ()))
             self.why_out_copied = why_indirect(self.out, scores, read)
-        self.on = backend.chosen(self.scores)
+        self.on = dispatch.chosen(self.scores)
         self.compiled = self.on is backend.compiled
         beside = self.wanted["return_lse"] or self.wanted["return_weights"]
         self.idle = self.scores.empty or (self.v.shape[-1] == 0 and not beside)

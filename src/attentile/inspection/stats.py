@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, Unpack
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from .. import dispatch
 from ..arguments import named_in_errors, positive_index, unknown_option
 from ..outputs import AttentionResult, Outputs
-from ..runtime import backend
 from ..runtime.threads import threads_for
 from ..scores import SCORE_OPTIONS, ScoreOptions, Scores, checked
 
@@ -124,10 +124,10 @@ def attention_stats(
     outputs.want_out(None)
     outputs.want_lse()
     partial = outputs.want_partial()
-    on = backend.chosen(scores)  # for both passes, whatever another thread chooses in between
-    backend.attend(scores, values, outputs, threads, on)
+    on = dispatch.chosen(scores)  # for both passes, whatever another thread chooses in between
+    dispatch.attend(scores, values, outputs, threads, on)
     if found.asks:
-        backend.stats(scores, values, partial, found, threads, on)
+        dispatch.stats(scores, values, partial, found, threads, on)
     return found.results(outputs)
 
 
@@ -145,9 +145,7 @@ def _chosen_rows(rows: ArrayLike | None, queries: int) -> NDArray[np.intp]:
 class _Found:
     """The statistics that are wanted, by the names that the core knows, with the caller's axes; None: not wanted."""
 
-    def __init__(
-        self, scores: Scores, wanted: tuple[str, ...], top_k: int, chosen: NDArray[np.intp] | None
-    ) -> None:
+    def __init__(self, scores: Scores, wanted: tuple[str, ...], top_k: int, chosen: NDArray[np.intp] | None) -> None:
         *rows, keys = scores.shape
         heads, queries = rows[:-1], rows[-1]
         dtype = scores.compute

@@ -5,18 +5,6 @@ from __future__ import annotations
 import os
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
-
-from numpy.typing import NDArray
-
-from ..core import twin
-
-if TYPE_CHECKING:
-    from ..outputs import Outputs
-    from ..partial import Partial
-    from ..scores import Scores
-
-Array = NDArray[Any]
 
 compiled: ModuleType | None
 try:
@@ -100,32 +88,6 @@ def use_backend(name: str, isa: str | None = None) -> AbstractContextManager[Non
     restoring = _Restoring()
     _activate(name, isa, "use_backend()")
     return restoring
-
-
-# ---- the way of checked values to what computes ----
-
-
-def chosen(scores: Scores) -> ModuleType:
-    """What computes now; a Python function on the scores is the twin's work."""
-    return twin if active is None or scores.score_mod is not None else active
-
-
-def attend(scores: Scores, v: Array, outputs: Outputs, threads: int, on: ModuleType | None = None) -> None:
-    """Fills the outputs that are wanted. v: (..., Hkv, S, Dv), ready for the arithmetic. on: by default what is chosen."""
-    if not scores.empty and v.shape[-1] == 0 and outputs.beside:
-        v = scores.without_values(v)
-        outputs = outputs.without_values()
-    if scores.empty or v.shape[-1] == 0:
-        outputs.of_no_keys()
-    else:
-        (on or chosen(scores)).attend(scores, v, outputs, threads)
-
-
-def stats(scores: Scores, v: Array, partial: Partial, found: Any, threads: int, on: ModuleType) -> None:
-    """Fills the statistics that are wanted, on the backend whose first pass has left this partial."""
-    if not scores.empty:
-        v = scores.without_values(v) if v.shape[-1] == 0 else v
-        on.stats(scores, v, partial.m, partial.l, found, threads)
 
 
 def _read_environment() -> None:

@@ -113,11 +113,6 @@ def threads_and_source() -> tuple[int, str]:
     return process_threads() if in_block is None else (in_block, "num_threads() block")
 
 
-def current_threads() -> int:
-    """Threads of a call that names none."""
-    return threads_and_source()[0]
-
-
 def threads_for(call: int | None, function: str) -> int:
     """Threads of one call: its own argument, else the first of the settings that is there."""
     return threads_and_source()[0] if call is None else _count(function, "num_threads", call)
@@ -211,7 +206,12 @@ def num_threads(n: int) -> Iterator[None]:
         _block_threads.reset(token)
 
 
-try:
-    _from_environment()
-except ValueError as error:  # what is forced and makes no sense is an error, never a silent other choice
-    raise ImportError(f"attentile: ATTENTILE_NUM_THREADS can't be met: {error}") from None
+def _check_environment() -> None:
+    """What is forced and makes no sense is an error, never a silent other choice."""
+    try:
+        _from_environment()
+    except ValueError as error:
+        raise ImportError(f"attentile: ATTENTILE_NUM_THREADS can't be met: {error}") from None
+
+
+_check_environment()
