@@ -266,7 +266,7 @@ def test_a_failed_allocation_changes_nothing(monkeypatch):
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(PagePool, "_grow", full)
+        patch.setattr(PagePool, "grow", full)
         with pytest.raises(MemoryError):
             cache.append(k, k)
     assert state_of(cache) == before

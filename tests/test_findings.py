@@ -129,15 +129,15 @@ def test_a_child_does_not_inherit_a_locked_pool():
     token = np.ones((1, 1, 300, 8), np.float32)
     cache.append(token, token)
     pool, inside, leave = cache.held.pages.pool, threading.Event(), threading.Event()
-    grow = pool._grow
-    pool._grow = lambda pages: (inside.set(), leave.wait(0.3), grow(pages))
+    grow = pool.grow
+    pool.grow = lambda pages: (inside.set(), leave.wait(0.3), grow(pages))
     other = threading.Thread(target=cache.fork().append, args=(token, token))
     other.start()
     assert inside.wait(10)
     child = os.fork()
     if child == 0:
         signal.alarm(10)
-        pool._grow = grow
+        pool.grow = grow
         cache.append(token, token)
         os._exit(0 if cache.length == 600 else 1)
     leave.set()
