@@ -13,7 +13,7 @@ from cache_helpers import Model, normal, pages_made, pair_of, poison, state_of
 from numpy.testing import assert_array_equal
 
 from attentile import KVCache
-from attentile.positions.rotary import kept_options
+from attentile.positions.items import kept_options
 
 K, V = pair_of(2, 2, 20, 4, 3)
 Q = normal(2, 4, 3, 4)

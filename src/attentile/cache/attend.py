@@ -1,4 +1,4 @@
-"""Attention over what a cache holds: on its pages by the compiled core, else over copies by attention() itself.
+"""Attention over what a cache holds: on its pages by the compiled core, else over copies of it.
 
 The commonest calls go from KVCache.attend straight to the core's view. The others are placed, rotated, converted and
 explained here.
@@ -11,28 +11,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from .. import dispatch
 from ..arguments import as_array, between, named_in_errors
-from ..attention import OPTIONS, attention
+from ..attention import OPTIONS
 from ..masks import FAR, check_causal, per_item
 from ..outputs import AttentionResult, Outputs
-from ..positions.rotary import rotate_items
-from ..positions.scaling import depends_on_length
+from ..positions.items import query_positions, rotate_items
 from ..runtime.threads import threads_for
 from ..scores import Scores, check_mask
-from ..storage import promoted
+from ..storage import promoted, ready
 from .retention import Held
 
 Array = NDArray[Any]
 Index = NDArray[np.intp]
-
-_PLACING = {"causal", "q_start", "key_lengths"}  # options that put queries elsewhere than at the last tokens
-
-
-def last_turned(held: Held, q: ArrayLike, options: dict[str, Any]) -> Array | None:
-    """q rotated, if the quick way takes it: at the last tokens."""
-    if options and not _PLACING.isdisjoint(options):
-        return None
-    return held.turned(q, -1)
 
 
 def attend_held(held: Held, q: ArrayLike, options: dict[str, Any]) -> Array | AttentionResult:
@@ -49,14 +40,11 @@ def attend_held(held: Held, q: ArrayLike, options: dict[str, Any]) -> Array | At
         if held.rotary is not None:
             queries = queries.astype(promoted("attention", queries, np.empty(0, held.dtype))[1], copy=False)
             if queries.size:
-                at = _positions(held, start, rows, options.get("q_start") is not None)
+                given = options.get("q_start") is not None
+                at = query_positions(start, rows, held.lengths, held.rotary, placed=given)
                 queries = rotate_items(queries, at, held.rotary, lengths=held.lengths)
         threads = threads_for(options.get("num_threads"), "attention")
-        python = options.get("score_mod") is not None or (held.sinks and options.get("segments") is not None)
-        view = held.view()
-        if view is None or python or promoted("attention", queries)[0] != held.dtype:
-            return _attend_gathered(held, queries, placed)
-        return _attend_pages(held, view, queries, placed, threads)
+        return _attend(held, queries, placed, threads)
 
 
 # ---- where the queries stand ----
@@ -73,7 +61,7 @@ def _place(held: Held, rows: int, options: dict[str, Any]) -> tuple[Index, dict[
         raise TypeError(f"KVCache.attend: no option is named {', '.join(unknown)}; use {', '.join(sorted(OPTIONS))}")
     if held.window is not None and options.get("window") is not None:
         raise ValueError(f"KVCache.attend: window= was given and the cache has window={held.window}; leave it out")
-    given, valid, longest = options.get("q_start"), held.lengths, int(held.lengths.max(initial=0))
+    given, valid, longest = options.get("q_start"), held.lengths, held.length
     if options.get("key_lengths") is not None:
         valid = between("KVCache.attend", "key_lengths", options["key_lengths"], valid, "the lengths of the items")
     causal = check_causal(options.get("causal", "lower_right" if given is None else True))
@@ -114,41 +102,27 @@ def _check_held(held: Held, start: Index, rows: int, valid: Index) -> None:
         )
 
 
-def _positions(held: Held, start: Index, rows: int, placed: bool) -> Index:
-    """Positions (items, rows) of queries from start[b] on; placed: the caller has given them.
-
-    Tables, and frequencies that depend on the length, know an end: for them the rows behind the last token of an item
-    that has rows before it are padding. Where no row is a token of its item, as when a chunk attends to the cache
-    before it is appended, the rows stand ahead and are no padding.
-    """
-    options: dict[str, Any] = held.rotary or {}
-    tables = options.get("cos") is not None
-    position: Index = start[:, None] + np.arange(rows)
-    if not tables and not depends_on_length(options.get("scaling")):
-        return position
-    if not placed:  # rows before the first token of an item with fewer tokens than there are rows
-        position = np.maximum(position, 0)
-    ahead = start >= held.lengths
-    free = ahead.all() if tables else ahead
-    last = np.where(free, np.iinfo(np.intp).max, np.maximum(held.lengths - 1, 0))
-    return np.minimum(position, last[:, None])
+# ---- what computes ----
 
 
-# ---- what computes: q is rotated, options are those of _place() ----
-
-
-def _attend_pages(held: Held, view: Any, q: Array, options: dict[str, Any], threads: int) -> Array | AttentionResult:
-    """By the core, on the pages."""
-    shape = (held.batch, held.kv_heads, int(held.lengths.max(initial=0)))
-    k, v = (np.broadcast_to(np.zeros((), held.dtype), (*shape, width)) for width in (held.head_dim, held.value_dim))
-    scores = Scores(q, k, v, options, keep=True)
+def _attend(held: Held, q: Array, options: dict[str, Any], threads: int) -> Array | AttentionResult:
+    """q, rotated, over what is held; options: those of _place()."""
+    view = held.view()
+    python = options.get("score_mod") is not None or (held.sinks and options.get("segments") is not None)
+    on_pages = view is not None and not python and promoted("attention", q)[0] == held.dtype
+    if on_pages:  # nothing but their shapes and dtype is asked of keys and values
+        shape = (held.batch, held.kv_heads, held.length)
+        k, v = (np.broadcast_to(np.zeros((), held.dtype), (*shape, width)) for width in (held.head_dim, held.value_dim))
+    else:
+        k, v = held.copies([held.runs(item) for item in range(held.batch)], gaps=True)
+        if held.window is not None and held.sinks:
+            options = options | {"mask": _window_as_mask(held, q, options), "window": (None, 0)}
+    scores = Scores(q, k, v, options, keep=on_pages)
     outputs = Outputs(scores, held.value_dim)
-    outputs.want_out(options.get("out"), (scores.q, scores.mask, scores.bias, *(scores.before or ())))
-    if options.get("return_lse"):
-        outputs.want_lse()
-    if options.get("return_weights"):
-        outputs.want_weights()
-    if scores.empty:
+    outputs.want(options, (scores.q, scores.mask, scores.bias, *(scores.before or ())))
+    if not on_pages:
+        dispatch.attend(scores, ready(v, scores.compute), outputs, threads)
+    elif scores.empty:
         outputs.of_no_keys()
     else:
         settled = scores.options | ({"window": None} if held.window is not None else {})
@@ -156,20 +130,11 @@ def _attend_pages(held: Held, view: Any, q: Array, options: dict[str, Any], thre
     return outputs.finished()
 
 
-def _attend_gathered(held: Held, q: Array, options: dict[str, Any]) -> Array | AttentionResult:
-    """By attention(), over copies (batch, heads, length, width) with zeros where tokens are gone."""
-    n = int(held.lengths.max(initial=0))
-    k = np.zeros((held.batch, held.kv_heads, n, held.head_dim), held.dtype)
-    v = np.zeros((held.batch, held.kv_heads, n, held.value_dim), held.dtype)
-    for item in range(held.batch):
-        for first, end in held.runs(item):
-            held.pages.read(item, first, end, k[item, :, first:end], v[item, :, first:end])
-    if held.window is not None and held.sinks:
-        position = options["q_start"][:, None, None, None] + np.arange(q.shape[2])[:, None]
-        seen = (np.arange(n) >= position - held.window[0]) | (np.arange(n) < held.sinks)
-        if options.get("mask") is not None:
-            check_mask(options["mask"], (*q.shape[:3], n))
-            seen = seen & np.asarray(options["mask"])
-        options = options | {"mask": seen, "window": (None, 0)}
-    result: Array | AttentionResult = attention(q, k, v, **options)
-    return result
+def _window_as_mask(held: Held, q: Array, options: dict[str, Any]) -> Array:
+    """The caller's mask, and the window with its kept first tokens, which is no window that Scores knows."""
+    assert held.window is not None
+    key = np.arange(held.length)
+    position = options["q_start"][:, None, None, None] + np.arange(q.shape[2])[:, None]
+    seen: Array = (key >= position - held.window[0]) | (key < held.sinks)
+    mask = check_mask(options.get("mask"), (*q.shape[:3], held.length))
+    return seen if mask is None else seen & mask

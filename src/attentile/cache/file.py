@@ -32,7 +32,7 @@ def pack(held: Held) -> dict[str, Array]:
     import json  # here, as below: most programs that import attentile store no cache
 
     runs = [held.runs(item) for item in range(held.batch)]
-    k, v = held.packed(runs)
+    k, v = held.copies(runs)
     used = np.arange(k.shape[2]) < np.array([[sum(end - first for first, end in own)] for own in runs]).reshape(-1, 1)
     rotary, tables = held.rotary, {}
     if rotary is not None:

@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from ..outputs import AttentionResult
-from ..positions.rotary import copied_options
+from ..positions.items import copied_options
 from ..runtime.threads import get_num_threads
 from . import file as cache_file
-from .attend import attend_held, last_turned
+from .attend import attend_held
 from .file import File
 from .pages import addresses_in
 from .retention import Held
@@ -136,7 +136,7 @@ class KVCache:
     @property
     def length(self) -> int:
         """Tokens appended so far, of the longest item."""
-        return int(self.held.lengths.max(initial=0))
+        return self.held.length
 
     @property
     def rotary(self) -> Mapping[str, Any] | None:
@@ -236,7 +236,7 @@ class KVCache:
         held = self.held
         view = held.view()
         if view is not None:
-            given = q if held.rotary is None else last_turned(held, q, options)
+            given = q if held.rotary is None else held.turned(q, -1, options)
             found = None if given is None else view.attend(given, options, get_num_threads())
             if found is not None:
                 return AttentionResult(*found) if type(found) is tuple else found
@@ -249,11 +249,11 @@ class KVCache:
 
         With a window: the kept first tokens and the last left + 1. With `rotary`: as stored, that is, rotated.
         """
-        return self.held.packed([self.held.visible(item) for item in range(self.batch)])[0]
+        return self.held.copies(self.held.visible())[0]
 
     def values(self) -> Array:
         """The values of the tokens of `keys()`: a copy (batch, kv_heads, n, value_dim)."""
-        return self.held.packed([self.held.visible(item) for item in range(self.batch)])[1]
+        return self.held.copies(self.held.visible())[1]
 
     # ---- going back, branching ----
 

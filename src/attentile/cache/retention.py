@@ -21,7 +21,8 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from ..arguments import as_array, between, index, integer
 from ..core.constants import CHUNK, PANEL
 from ..masks import FAR
-from ..positions.rotary import kept_options, rotary_embedding, rotate_items, row_positions
+from ..positions.items import kept_options, rotate_items, row_positions
+from ..positions.rotary import rotary_embedding
 from ..runtime import backend
 from ..storage import ready
 from .pages import PagePool, PageTable
@@ -29,6 +30,8 @@ from .pages import PagePool, PageTable
 Array = NDArray[Any]
 Index = NDArray[np.intp]
 Result = TypeVar("Result")
+
+_PLACING = {"causal", "q_start", "key_lengths"}  # options that put queries elsewhere than at the last tokens
 
 
 # ---- checks of the settings ----
@@ -71,9 +74,9 @@ def _window(window: Any) -> tuple[int, int] | None:
 class Held:
     """The tokens of a cache: its settings, arrays with one entry for each item, and the pages.
 
-    lengths: tokens ever appended. held_from: those below it are gone, but for the first `sinks`. own_from, writable:
-    between these tokens the pages are there and nobody else's. Arrays are replaced and never written to, except by the
-    core, whose view of them (`made`) writes lengths and held_from.
+    lengths: tokens ever appended. held_from: those below it are gone, but for the first `sinks`. writable: end of the
+    last page, if that is there and nobody else's, or 0. Arrays are replaced and never written to, except by the core,
+    whose view of them (`made`) writes lengths and held_from.
     """
 
     def __init__(
@@ -111,9 +114,9 @@ class Held:
         pool = PagePool(self.kv_heads, self.head_dim, self.value_dim, size, self.dtype)
         pool.grow(batch * pages)
         self.pages = PageTable(pool, np.zeros((batch, pages), np.intp))
+        self.page_shape = (self.kv_heads, size, self.head_dim, self.value_dim)  # as the core takes it
         self.lengths = np.zeros(batch, np.intp)
         self.held_from = np.zeros(batch, np.intp)
-        self.own_from = np.zeros(batch, np.intp)
         self.writable = np.zeros(batch, np.intp)
         self.made: Any = None
 
@@ -138,6 +141,10 @@ class Held:
     def batch(self) -> int:
         return len(self.lengths)
 
+    @property
+    def length(self) -> int:
+        return int(self.lengths.max(initial=0))
+
     # ---- the core's view ----
 
     def view(self) -> Any:
@@ -150,17 +157,12 @@ class Held:
             capacity = -1 if self.capacity is None else self.capacity
             arrays = (self.pages.table, self.lengths, self.held_from, self.writable)
             limits = (left, self.sinks, capacity)
-            self.made = core.CacheView(self._page_shape, arrays, self.dtype, limits, self.rotary is not None)
+            self.made = core.CacheView(self.page_shape, arrays, self.dtype, limits, self.rotary is not None)
         return self.made
 
-    @property
-    def _page_shape(self) -> tuple[int, int, int, int]:
-        return self.kv_heads, self.pages.pool.page_keys, self.head_dim, self.value_dim
-
-    def _replaced(self, writable: Index | None = None, own_from: Index | None = None) -> None:
+    def _replaced(self, writable: Index | None = None) -> None:
         """Arrays that a view of the core holds are others now. By default no page may be written to as it is."""
         self.writable = np.zeros_like(self.lengths) if writable is None else writable
-        self.own_from = np.zeros_like(self.lengths) if own_from is None else own_from
         self.made = None
         self.view()
 
@@ -170,7 +172,7 @@ class Held:
         """KVCache.append. keep: pages that the window drops stay, for attempt()."""
         view = self.view()
         if view is not None and lengths is None:
-            given = k if self.rotary is None else self.turned(k, 0)
+            given = k if self.rotary is None else self.turned(k, 0, {})
             if given is not None and view.append(given, v):
                 return
         k, v = self._incoming("k", k, self.head_dim), self._incoming("v", v, self.value_dim)
@@ -198,8 +200,7 @@ class Held:
         self.write(k, v, self.lengths, counts)
         self.lengths = self.lengths + counts
         size = self.pages.pool.page_keys
-        writable = np.where(counts > 0, -(-self.lengths // size) * size, 0)
-        self._replaced(writable, (self.lengths - counts) // size * size)
+        self._replaced(np.where(counts > 0, -(-self.lengths // size) * size, 0))
 
     def _incoming(self, name: str, value: ArrayLike, width: int) -> Array:
         array = as_array("KVCache.append", name, value)
@@ -215,8 +216,10 @@ class Held:
             )
         return array
 
-    def turned(self, x: ArrayLike, before: int) -> Array | None:
+    def turned(self, x: ArrayLike, before: int, options: dict[str, Any]) -> Array | None:
         """x rotated, if the quick ways take it: at the next tokens, or (before = -1) at the last ones."""
+        if options and not _PLACING.isdisjoint(options):
+            return None
         fits = type(x) is np.ndarray and x.dtype is self.dtype and x.ndim == 4 and x.size > 0
         if not fits or x.shape[0] != self.batch or x.shape[3] != self.head_dim:  # type: ignore[union-attr]
             return None
@@ -242,7 +245,7 @@ class Held:
         """Backend: the first counts[b] tokens of item b go to starts[b] ... of opened pages. k, v: as ready() gives."""
         core = backend.active
         if core is not None and k.size:
-            core.store_tokens(k, v, self._page_shape, self.pages.table, starts, counts)
+            core.store_tokens(k, v, self.page_shape, self.pages.table, starts, counts)
         else:
             for item, n in enumerate(counts):
                 self.pages.write(item, int(starts[item]), k[item, :, :n], v[item, :, :n])
@@ -256,18 +259,24 @@ class Held:
         runs = [(0, end)] if later <= self.sinks else [(0, min(self.sinks, end)), (later, end)]
         return [(first, last) for first, last in runs if first < last]
 
-    def visible(self, item: int) -> list[tuple[int, int]]:
-        """The runs of what is held and the row of the last token sees."""
-        return self.runs(item, 0 if self.window is None else int(self.lengths[item]) - self.window[0] - 1)
+    def visible(self) -> list[list[tuple[int, int]]]:
+        """The runs of each item that the row of its last token sees."""
+        if self.window is None:
+            return [self.runs(item) for item in range(self.batch)]
+        return [self.runs(item, int(self.lengths[item]) - self.window[0] - 1) for item in range(self.batch)]
 
-    def packed(self, runs: list[list[tuple[int, int]]]) -> tuple[Array, Array]:
-        """Keys and values (batch, kv_heads, n, width) of the runs of tokens of each item in a row, then zeros."""
-        n = max((sum(end - first for first, end in item) for item in runs), default=0)
+    def copies(self, runs: list[list[tuple[int, int]]], gaps: bool = False) -> tuple[Array, Array]:
+        """Keys and values (batch, kv_heads, n, width) of the runs of tokens of each item; elsewhere zeros.
+
+        gaps: every token stands at its own place; else they are in a row.
+        """
+        n = self.length if gaps else max((sum(end - first for first, end in item) for item in runs), default=0)
         k = np.zeros((self.batch, self.kv_heads, n, self.head_dim), self.dtype)
         v = np.zeros((self.batch, self.kv_heads, n, self.value_dim), self.dtype)
         for item, own in enumerate(runs):
             at = 0
             for first, end in own:
+                at = first if gaps else at
                 part = slice(at, at + end - first)
                 self.pages.read(item, first, end, k[item, :, part], v[item, :, part])
                 at = part.stop
@@ -288,14 +297,15 @@ class Held:
                     f"those before {self.held_from[item]}, which leaves lengths from "
                     f"{self.held_from[item] + self.window[0]} on, or up to {self.sinks}"
                 )
+        size = self.pages.pool.page_keys
+        same_page = (ends - 1) // size == (self.lengths - 1) // size
         self.made = None
         self.lengths = ends
         self.held_from = np.where(ends <= self.sinks, 0, self.held_from)
         # Where the window holds no later token any more, only the kept first ones stay.
         stay = np.where(self.held_from < ends, ends, np.minimum(self.sinks, ends))
         self.pages.cut(stay)
-        size, own = self.pages.pool.page_keys, (ends > self.own_from) & (stay == ends)
-        self._replaced(np.where(own, np.minimum(self.writable, -(-ends // size) * size), 0), self.own_from)
+        self._replaced(np.where(same_page & (stay == ends), self.writable, 0))
 
     def fork(self) -> Held:
         """The same tokens on the same pages."""

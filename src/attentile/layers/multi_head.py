@@ -12,14 +12,8 @@ from ..arguments import as_array, between, check_out, check_scale, positive_inde
 from ..attention import OPTIONS, attention
 from ..cache import KVCache
 from ..outputs import AttentionResult
-from ..positions.rotary import (
-    copied_options,
-    kept_options,
-    rotary_embedding,
-    rotate_items,
-    row_positions,
-    same_rotation,
-)
+from ..positions.items import copied_options, kept_options, rotate_items, row_positions, same_rotation
+from ..positions.rotary import rotary_embedding
 from ..storage import promoted, rounded
 from .projections import NAME, Projections, matrix, times, vector, width_per_head
 
