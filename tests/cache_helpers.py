@@ -9,6 +9,7 @@ from conftest import FMA_ISAS
 from numpy.testing import assert_allclose, assert_array_equal
 
 from attentile import AttentionResult, KVCache, attention
+from attentile.cache.pages import PagePool
 
 Array = Any
 
@@ -26,7 +27,7 @@ def poison(cache: KVCache) -> int:
     Shared pages are left alone: a slot that is empty here may hold a token of a fork.
     """
     pool, table = cache.held.pages.pool, cache.held.pages.table
-    pool.counts()  # counts off the pages of tables that died
+    page_counts(pool)  # counts off the pages of tables that died
     slots = 0
     for address in pool._free:
         pool.page(address)[:] = np.nan
@@ -45,12 +46,18 @@ def poison(cache: KVCache) -> int:
     return slots
 
 
+def page_counts(pool: PagePool) -> tuple[int, int]:
+    """(pages in use, free pages)."""
+    pool._settle()
+    return len(pool._references), len(pool._free)
+
+
 def pages_in_use(cache: KVCache) -> int:
-    return cache.held.pages.pool.counts()[0]
+    return page_counts(cache.held.pages.pool)[0]
 
 
 def pages_made(cache: KVCache) -> int:
-    return sum(cache.held.pages.pool.counts())
+    return sum(page_counts(cache.held.pages.pool))
 
 
 class Model:
@@ -207,5 +214,5 @@ def state_of(cache: KVCache) -> tuple[Any, ...]:
     """Everything that a failed call must leave alone."""
     return (
         repr(cache), cache.lengths.tolist(), cache.held.held_from.tolist(), cache.held.pages.table.tolist(),
-        cache.keys().tobytes(), cache.values().tobytes(), cache.held.pages.pool.counts(),
+        cache.keys().tobytes(), cache.values().tobytes(), page_counts(cache.held.pages.pool),
     )  # fmt: skip

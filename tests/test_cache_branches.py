@@ -22,6 +22,7 @@ from cache_helpers import (
     Model,
     assert_same,
     normal,
+    page_counts,
     pages_in_use,
     pages_made,
     pair_of,
@@ -293,7 +294,7 @@ class Interrupter:
 def assert_pages_kept(*caches: KVCache) -> None:
     """Every page of a table is in use, with a reference for each place, and not to be had by anybody else."""
     pool, places = caches[0].held.pages.pool, {}
-    pool.counts()
+    page_counts(pool)
     for cache in caches:
         for address in cache.held.pages.table[cache.held.pages.table != 0].tolist():
             places[address] = places.get(address, 0) + 1

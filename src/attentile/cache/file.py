@@ -120,13 +120,12 @@ def write(file: File, stored: dict[str, Array]) -> None:
 
 def read(file: File) -> dict[str, Array]:
     """The arrays of a file that write() made, else ValueError."""
-    name = os.fspath(file) if isinstance(file, (str, os.PathLike)) else "the file"
     if isinstance(file, (str, os.PathLike)):
         with open(file, "rb") as source:
-            return _read(source, name)
+            return _read(source, os.fspath(file))
     if not hasattr(file, "read"):
         raise TypeError(f"KVCache.load: file is a {type(file).__name__}; it must be a path or a binary file")
-    return _read(file, name)
+    return _read(file, "the file")
 
 
 def _read(source: BinaryIO, name: str) -> dict[str, Array]:

@@ -1,11 +1,6 @@
-"""KVCache: the keys and values of the tokens so far, in pages, and attention over them.
+"""KVCache, as its callers see it. What is held: retention.py; where: pages.py; queries: attend.py; files: file.py.
 
-    retention.py    what is held and what is dropped (Held)
-    pages.py        where it is stored
-    attend.py       queries over what is held
-    file.py         files
-
-The commonest calls go straight to the core's view of what is held; what it does not take as it is goes to these.
+The commonest calls go straight to the core's view of what is held; only what it does not take goes to these.
 """
 
 from __future__ import annotations
@@ -85,8 +80,7 @@ class KVCache:
 
     Pages are shared by forks and beams and copied by the first write. One cache must not be changed by two threads at
     once, nor while another attends; attending in several threads, and forks in different threads, are fine.
-    ``copy.copy``, ``copy.deepcopy`` and pickle give an independent cache. The arguments but rotary are attributes, too.
-    Windows with kept first tokens: Xiao et al.,
+    ``copy.copy``, ``copy.deepcopy`` and pickle give an independent cache. Windows with kept first tokens: Xiao et al.,
     "Efficient Streaming Language Models with Attention Sinks", 2023; pages: Kwon et al., "Efficient Memory Management
     for Large Language Model Serving with PagedAttention", 2023.
 
@@ -120,7 +114,7 @@ class KVCache:
         rotary: Mapping[str, Any] | None = None,
     ) -> None:
         held = Held(batch, kv_heads, (head_dim, value_dim), capacity, dtype, window, sinks, rotary)
-        self.held = held  # for the other rooms of this package
+        self.held = held  # internal: the way in for the other rooms of this package
         self.kv_heads = held.kv_heads
         self.head_dim = held.head_dim
         self.value_dim = held.value_dim

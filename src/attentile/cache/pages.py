@@ -135,12 +135,6 @@ class PagePool:
                     copied.append(i)
             return copied
 
-    def counts(self) -> tuple[int, int]:
-        """(pages in use, free pages)."""
-        with _lock:
-            self._settle()
-            return len(self._references), len(self._free)
-
     def _settle(self) -> None:
         while self.returned:
             self.release(addresses_in(self.returned.popleft()))

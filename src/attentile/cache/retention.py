@@ -122,12 +122,11 @@ class Held:
 
     def _pages_per_item(self, batch: int, size: int) -> int:
         """Pages that `capacity` tokens can touch, wherever they lie; 0 without a capacity."""
-        pages = 0
-        if self.capacity is not None and self.window is None:
-            pages = -(-self.capacity // size)
-        elif self.capacity is not None:
-            kept = min(self.sinks, self.capacity)
-            pages = -(-kept // size) + (self.capacity - kept + 2 * size - 2) // size
+        capacity = self.capacity or 0
+        pages = -(-capacity // size)
+        if capacity and self.window is not None:
+            kept = min(self.sinks, capacity)
+            pages = -(-kept // size) + (capacity - kept + 2 * size - 2) // size
         needed = max(batch, 1) * max(pages, 1) * size * self.kv_heads * (self.head_dim + self.value_dim)
         if needed * self.dtype.itemsize > sys.maxsize:
             raise ValueError(
