@@ -248,18 +248,18 @@ def test_a_cache_and_python_agree_on_every_call(compiled):
         q = normal(2, HEADS, [1, QUERIES, KEYS][n % 3], WIDTH, seed=n)
         options = {name: value for name, value in some_options(rng).items() if name in names or name == "key_lengths"}
         with np.errstate(all="ignore"):
-            found = cache.view().attend(q, options, 1)
-            view, cache.view = cache.view, lambda: None  # type: ignore[method-assign]
+            found = cache.held.view().attend(q, options, 1)
+            view, cache.held.view = cache.held.view, lambda: None  # type: ignore[method-assign]
             try:
                 settled = cache.attend(q, **options)
             except (TypeError, ValueError):
-                cache.view = view  # type: ignore[method-assign]
+                cache.held.view = view  # type: ignore[method-assign]
                 assert found is None, f"refused, but taken by the core: {options}, {cache}"
                 with pytest.raises((TypeError, ValueError)):
                     cache.attend(q, **options)
                 refused += 1
                 continue
-            cache.view = view  # type: ignore[method-assign]
+            cache.held.view = view  # type: ignore[method-assign]
             result = cache.attend(q, **options)
         out, wanted = (x.out if isinstance(x, tuple) else x for x in (result, settled))
         assert_array_equal(out, wanted)

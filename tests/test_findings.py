@@ -11,6 +11,7 @@ import pytest
 from test_config import config_of, write
 
 from attentile import KVCache, attention, rotary_embedding
+from attentile.cache.retention import Held
 from attentile.positions import rotary
 from attentile.runtime import backend, threads
 
@@ -127,16 +128,16 @@ def test_a_child_does_not_inherit_a_locked_pool():
     cache = KVCache(1, 1, 8)
     token = np.ones((1, 1, 300, 8), np.float32)
     cache.append(token, token)
-    pool, inside, leave = cache._pages.pool, threading.Event(), threading.Event()
-    grow = pool._grow
-    pool._grow = lambda pages: (inside.set(), leave.wait(0.3), grow(pages))
+    pool, inside, leave = cache.held.pages.pool, threading.Event(), threading.Event()
+    grow = pool.grow
+    pool.grow = lambda pages: (inside.set(), leave.wait(0.3), grow(pages))
     other = threading.Thread(target=cache.fork().append, args=(token, token))
     other.start()
     assert inside.wait(10)
     child = os.fork()
     if child == 0:
         signal.alarm(10)
-        pool._grow = grow
+        pool.grow = grow
         cache.append(token, token)
         os._exit(0 if cache.length == 600 else 1)
     leave.set()
@@ -160,9 +161,9 @@ def test_a_change_that_is_broken_off_leaves_no_stale_view(monkeypatch, moment):
     cache = KVCache(1, 1, 8, window=(4, 0))
     cache.append(k[:, :, :500], v[:, :, :500])
     cache.append(k[:, :, 500:515], v[:, :, 500:515])
-    pages = cache._pages
+    pages = cache.held.pages
     if moment == "write":
-        monkeypatch.setattr(KVCache, "_write", raise_broken)
+        monkeypatch.setattr(Held, "write", raise_broken)
         change: Any = lambda: cache.append(k[:, :, :100], v[:, :, :100], lengths=60)  # noqa: E731
     elif moment == "after open":
         opened = pages.open
@@ -176,9 +177,9 @@ def test_a_change_that_is_broken_off_leaves_no_stale_view(monkeypatch, moment):
         change = lambda: cache.reorder([0])  # noqa: E731
     with pytest.raises(Broken):
         change()
-    assert cache._made is None
+    assert cache.held.made is None
     for b in range(cache.batch):  # every token that the books show has its page
-        for first, end in cache._held(b):
+        for first, end in cache.held.runs(b):
             assert all(pages.table[b, first // 256 : -(-end // 256)])
     try:
         assert np.isfinite(cache.attend(q)).all()
@@ -191,12 +192,12 @@ def test_an_append_without_memory_for_copies_changes_nothing(monkeypatch):
     token = np.ones((1, 1, 300, 8), np.float32)
     cache.append(token, token)
     cache.append(token[:, :, :5], token[:, :, :5])
-    before = cache.lengths.tolist(), cache._held_from.tolist(), cache._pages.table.tolist()
+    before = cache.lengths.tolist(), cache.held.held_from.tolist(), cache.held.pages.table.tolist()
 
     def no_memory(*_: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("attentile.cache.kv_cache.ready", no_memory)
+    monkeypatch.setattr("attentile.cache.retention.ready", no_memory)
     with pytest.raises(MemoryError):
         cache.append(token.astype(np.float64), token)
-    assert (cache.lengths.tolist(), cache._held_from.tolist(), cache._pages.table.tolist()) == before
+    assert (cache.lengths.tolist(), cache.held.held_from.tolist(), cache.held.pages.table.tolist()) == before

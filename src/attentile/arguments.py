@@ -72,6 +72,25 @@ def integer(
     return number
 
 
+def between(function: str, name: str, value: Any, highest: Array, what: str) -> Array:
+    """An integer, or one per item, from 0 to `highest` of each item: as one per item."""
+    array = np.asarray(value)
+    if array.dtype.kind not in "iu" and not (array.size == 0 and highest.size == 0):
+        raise TypeError(f"{function}: {name} has dtype {array.dtype}; it must be an integer, or one per item")
+    if array.shape not in ((), highest.shape):
+        raise ValueError(
+            f"{function}: {name} has shape {array.shape}; give one integer, or {len(highest)}, one per item"
+        )
+    wrong = (array < 0) | (array > highest)
+    if wrong.any():
+        item = int(wrong.argmax())
+        raise ValueError(
+            f"{function}: {name} is {np.broadcast_to(array, highest.shape)[item]} for item {item}; "
+            f"it must lie between 0 and {highest[item]} ({what})"
+        )
+    return np.broadcast_to(array, highest.shape).astype(np.intp)
+
+
 def positive_index(function: str, name: str, value: Any) -> int:
     """value as a positive int."""
     if type(value) is int and value > 0:  # in most calls

@@ -214,11 +214,7 @@ def _converted(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Array | Atten
     threads = threads_for(options.get("num_threads"), "attention")
     scores, v = checked(q, k, v, options)
     outputs = Outputs(scores, v.shape[-1])
-    outputs.want_out(options.get("out"), (scores.q, scores.k, v, scores.mask, scores.bias, *(scores.before or ())))
-    if options.get("return_lse"):
-        outputs.want_lse()
-    if options.get("return_weights"):
-        outputs.want_weights()
+    outputs.want(options, (scores.q, scores.k, v, scores.mask, scores.bias, *(scores.before or ())))
     dispatch.attend(scores, v, outputs, threads)
     return outputs.finished()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,6 +73,14 @@ class Outputs:
         self.partial: Partial | None = None
         self._given: Array | None = None  # the caller's array, which `out` may or may not be
         self._scores = scores
+
+    def want(self, options: Mapping[str, Any], inputs: tuple[Array | None, ...]) -> None:
+        """What the options of `attention` ask for."""
+        self.want_out(options.get("out"), inputs)
+        if options.get("return_lse"):
+            self.want_lse()
+        if options.get("return_weights"):
+            self.want_weights()
 
     def want_out(self, given: Any, inputs: tuple[Array | None, ...] = ()) -> None:
         """The output, in the caller's array if there is one: directly if that can be written while inputs are read."""

@@ -67,10 +67,6 @@ class PagePool:
 
     def grow(self, pages: int) -> None:
         """One more slab. MemoryError leaves everything as it was."""
-        with _lock:
-            self._grow(pages)
-
-    def _grow(self, pages: int) -> None:
         if pages <= 0:
             return
         slab = np.empty(pages * self.page_items * self.dtype.itemsize + ALIGN, np.uint8)
@@ -78,8 +74,9 @@ class PagePool:
         items = slab[skip : skip + pages * self.page_items * self.dtype.itemsize].view(self.dtype)
         cut = [items[i * self.page_items : (i + 1) * self.page_items] for i in range(pages)]
         addresses = signed([page.ctypes.data for page in cut])
-        self._pages.update(zip(addresses, cut, strict=True))
-        self._free += reversed(addresses)
+        with _lock:
+            self._pages.update(zip(addresses, cut, strict=True))
+            self._free += reversed(addresses)
 
     def page(self, address: int) -> Array:
         """The elements of a page on one axis."""
@@ -99,7 +96,7 @@ class PagePool:
         """That many pages, each with one reference. MemoryError leaves everything as it was."""
         with _lock:
             self._settle()
-            self._grow(wanted - len(self._free))
+            self.grow(wanted - len(self._free))
             taken = [self._free.pop() for _ in range(wanted)]
             self._references.update(dict.fromkeys(taken, 1))
             return taken
@@ -111,7 +108,12 @@ class PagePool:
 
     def release(self, addresses: Iterable[int]) -> None:
         with _lock:
-            self._release(addresses)
+            for address in addresses:
+                if self._references[address] == 1:
+                    del self._references[address]
+                    self._free.append(address)
+                else:
+                    self._references[address] -= 1
 
     def unshared(self, addresses: list[int]) -> list[int]:
         """Those of the pages that have no other reference."""
@@ -133,23 +135,9 @@ class PagePool:
                     copied.append(i)
             return copied
 
-    def counts(self) -> tuple[int, int]:
-        """(pages in use, free pages)."""
-        with _lock:
-            self._settle()
-            return len(self._references), len(self._free)
-
-    def _release(self, addresses: Iterable[int]) -> None:
-        for address in addresses:
-            if self._references[address] == 1:
-                del self._references[address]
-                self._free.append(address)
-            else:
-                self._references[address] -= 1
-
     def _settle(self) -> None:
         while self.returned:
-            self._release(addresses_in(self.returned.popleft()))
+            self.release(addresses_in(self.returned.popleft()))
 
 
 def addresses_in(table: Index) -> list[int]:

@@ -8,14 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..arguments import as_array, check_out, check_scale, positive_index
+from ..arguments import as_array, between, check_out, check_scale, positive_index
 from ..attention import OPTIONS, attention
 from ..cache import KVCache
-from ..cache.attend import row_positions
-from ..cache.checks import between, copied, rotary_options
-from ..cache.undo import attempt
 from ..outputs import AttentionResult
-from ..positions.rotary import rotary_embedding, rotate_items, same_rotation
+from ..positions.items import copied_options, kept_options, rotate_items, row_positions, same_rotation
+from ..positions.rotary import rotary_embedding
 from ..storage import promoted, rounded
 from .projections import NAME, Projections, matrix, times, vector, width_per_head
 
@@ -132,7 +130,7 @@ class MultiHeadAttention:
         self.d_in = self._project.d_in
         self.d_context = self._project.d_context
         self.d_out = self._w_o.shape[1]
-        self._rotary = rotary_options(NAME, rotary, tables=False)  # like the weights, they are not copied
+        self._rotary = kept_options(NAME, rotary, tables=False)  # like the weights, they are not copied
         self._agreed: Any = None  # options of a cache that were found to be the same
         if self._rotary is not None:  # its own checks, with heads of this width
             rotary_embedding(np.empty((0, self.head_dim), np.float32), **self._rotary)
@@ -215,7 +213,7 @@ class MultiHeadAttention:
     @property
     def rotary(self) -> dict[str, Any] | None:
         """The options of the rotation, a copy with read-only tables, or None."""
-        return None if self._rotary is None else copied(self._rotary)
+        return None if self._rotary is None else copied_options(self._rotary)
 
     def __repr__(self) -> str:
         same = {"d_context": self.d_in, "num_kv_heads": self.num_heads, "value_dim": self.head_dim, "rotary": None}
@@ -289,8 +287,8 @@ class MultiHeadAttention:
             options.setdefault("scale", self._scale)
         q, k, v = self._heads(plan)
         if cache is not None:
-            found: Array | AttentionResult = attempt(
-                cache, lambda: self._finish(self._attend_cached(q, k, v, cache, positions, lengths, options), plan, out)
+            found: Array | AttentionResult = cache.held.attempt(
+                lambda: self._finish(self._attend_cached(q, k, v, cache, positions, lengths, options), plan, out)
             )
             return found
         if self._rotary is not None:
@@ -366,15 +364,17 @@ class MultiHeadAttention:
             )
         if x.ndim > 3:
             raise ValueError(f"{NAME}: x has shape {x.shape}; with a cache it must be (batch, L, {self.d_in})")
-        if cache._rotary is None:
+        if cache.held.rotary is None:
             return
-        if self._rotary is not None and self._agreed is not cache._rotary:  # once for each cache: tables may be large
-            if not same_rotation(self._rotary, cache._rotary, self.head_dim):
+        if (
+            self._rotary is not None and self._agreed is not cache.held.rotary
+        ):  # once for each cache: tables may be large
+            if not same_rotation(self._rotary, cache.held.rotary, self.head_dim):
                 raise ValueError(
-                    f"{NAME}: the layer has rotary={self._rotary} and the cache rotary={cache._rotary}; "
+                    f"{NAME}: the layer has rotary={self._rotary} and the cache rotary={cache.held.rotary}; "
                     "they must be equal, or one of them None"
                 )
-            self._agreed = cache._rotary
+            self._agreed = cache.held.rotary
         if positions is not None:
             raise ValueError(
                 f"{NAME}: the cache turns keys at its own positions; for other positions make it with rotary=None"
@@ -414,7 +414,7 @@ class MultiHeadAttention:
         counts: Any = rows
         if lengths is not None:
             counts = between(NAME, "lengths", lengths, np.full(before.shape, rows, np.intp), "the rows of x")
-        if self._rotary is not None and cache._rotary is None:
+        if self._rotary is not None and cache.held.rotary is None:
             if positions is not None:
                 positions = positions if lengths is None else _unpadded(positions, counts, rows)
             elif lengths is None and (before.size == 1 or (before == before[:1]).all()):
@@ -426,7 +426,7 @@ class MultiHeadAttention:
             # The cache takes the last L tokens of an item for its queries; rows that are left-aligned start here.
             options["q_start"] = before
             options.setdefault("causal", True)
-        cache._append(k, v, lengths, keep=True)
+        cache.held.append(k, v, lengths, keep=True)
         return cache.attend(q, **options)
 
     def _finish(self, result: Array | AttentionResult, plan: _Plan, out: Array | None) -> Array | AttentionResult:
