@@ -6,7 +6,8 @@ import os
 from contextlib import AbstractContextManager
 from types import ModuleType
 
-compiled: ModuleType | None
+_MISSING = "not built in this installation"
+compiled: ModuleType | None = None
 try:
     from ..core import _core
 except ImportError:
@@ -15,13 +16,12 @@ except ImportError:
     # A core that was built and cannot be loaded is an error: falling back would be a silent slow path.
     if find_spec("attentile.core._core") is not None and os.environ.get("ATTENTILE_BACKEND") != "numpy":
         raise
-    compiled, _missing = None, "not built in this installation"
 else:
-    compiled, _missing = _core, ""
+    compiled = _core
 
 # The compiled module while the compiled backend is in use, else None. Read on every call.
 active: ModuleType | None = compiled
-why_active = "default" if compiled is not None else _missing
+why_active = "default" if compiled is not None else _MISSING
 why_isa = "best that this processor supports"
 
 
@@ -33,7 +33,7 @@ def _activate(name: str, isa: str | None, why: str) -> None:
         if isa is not None:
             raise ValueError(f"use_backend: isa={isa!r} goes with backend 'compiled' only")
     elif compiled is None:
-        raise ValueError(f"use_backend: the compiled core is {_missing}; install with a C compiler present")
+        raise ValueError(f"use_backend: the compiled core is {_MISSING}; install with a C compiler present")
     elif isa is not None:
         if not isinstance(isa, str):
             raise TypeError(f"use_backend: isa is {isa!r}; it must be the name of an instruction set")
@@ -70,12 +70,12 @@ def use_backend(name: str, isa: str | None = None) -> AbstractContextManager[Non
     Returns
     -------
     context manager
-        The choice holds for the whole process from the call on. Used in a ``with`` statement it ends with the block.
+        The choice holds for the whole process from the call on, in a ``with`` statement until the block ends.
 
     Raises
     ------
     TypeError, ValueError
-        If there is no such backend, the compiled core was not built, or the instruction set is not available here.
+        A backend that does not exist or was not built, an instruction set that is not available here.
 
     Examples
     --------
@@ -93,15 +93,12 @@ def use_backend(name: str, isa: str | None = None) -> AbstractContextManager[Non
 def _read_environment() -> None:
     """What is forced and not there is an error, never a silent other choice."""
     name, isa = os.environ.get("ATTENTILE_BACKEND"), os.environ.get("ATTENTILE_ISA")
-    variable = "ATTENTILE_BACKEND"
-    try:
-        if name:
-            _activate(name, None, variable)
-        if isa:
-            variable = "ATTENTILE_ISA"
-            _activate(name or "compiled", isa, variable)
-    except ValueError as error:
-        raise ImportError(f"attentile: {variable} can't be met: {error}") from None
+    for variable, wanted in ("ATTENTILE_BACKEND", None), ("ATTENTILE_ISA", isa):
+        try:
+            if os.environ.get(variable):
+                _activate(name or "compiled", wanted, variable)
+        except ValueError as error:
+            raise ImportError(f"attentile: {variable} can't be met: {error}") from None
 
 
 _read_environment()

@@ -53,9 +53,8 @@ def show_config(as_dict: bool = False) -> dict[str, Any] | None:
     >>> config["backend"], config["backend_why"]
     ('numpy', 'use_backend()')
     """
+    compiled, core = backend.compiled, backend.active
     number, source = threads.threads_and_source()
-    compiled = backend.compiled
-    core = backend.active
     isas = compiled.isas() if compiled is not None else {}
     config: dict[str, Any] = {
         "version": version(),

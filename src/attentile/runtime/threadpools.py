@@ -6,24 +6,19 @@ from . import backend, config, threads
 
 
 def introduce() -> None:
-    """Registers a controller for the compiled core with threadpoolctl (3.2 or later), if there are both.
-
-    At import, because threadpool_limits() sets only the pools that it knows when its block begins. threadpoolctl goes
-    through the libraries of the process by their names, and asks for a symbol where a name like "_core" may be
-    another's.
-    """
+    """Registers the core with threadpoolctl, at import: threadpool_limits() sets the pools that it knows by then."""
     if backend.active is None:
         return
     try:
         from threadpoolctl import LibController, register
-    except ImportError:  # not installed, or too old to take controllers
+    except ImportError:  # not installed, or older than 3.2, which takes controllers
         return
 
     class Controller(LibController):  # type: ignore[misc]
         user_api = "attentile"
         internal_api = "attentile"
         filename_prefixes = ("_core.",)
-        check_symbols = ("at_pool_workers",)
+        check_symbols = ("at_pool_workers",)  # as a library called "_core" may be another's
 
         def get_num_threads(self) -> int:
             return threads.process_threads()[0]

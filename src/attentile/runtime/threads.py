@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 
 from ..arguments import positive_index
 
@@ -25,24 +26,19 @@ _default: tuple[int, str] | None = None
 
 
 def _cgroup_quota(root: str = "/") -> float | None:
-    """CPUs that the control groups of this process allow (quota / period), or None if unlimited or unknown.
+    """CPUs that the control groups of this process and their parents allow, None if unlimited or unknown.
 
-    Version 2: cpu.max of the process's group and of each parent; version 1: cpu.cfs_quota_us of its cpu group and of
-    each parent. root: where /proc and /sys are looked for. Whatever stands in these files, nothing is raised.
+    root: where /proc and /sys are looked for. Whatever stands in these files, nothing is raised.
     """
     limits = []
     for line in _text_of(root, "proc/self/cgroup").splitlines():
-        _, found, rest = line.partition(":")
-        controllers, also, name = rest.partition(":")
-        if not (found and also) or (controllers and "cpu" not in controllers.split(",")):
+        fields = line.split(":", 2)  # number, controllers (none in version 2), group
+        if len(fields) < 3 or (fields[1] and "cpu" not in fields[1].split(",")):
             continue
-        for base in _CGROUP_V1 if controllers else _CGROUP_V2:
-            group = os.path.join(root, base)
-            limits += _quota_of(group)
-            for part in name.split("/"):
-                if part not in ("", ".", ".."):  # "..": a group outside of what this container sees
-                    group = os.path.join(group, part)
-                    limits += _quota_of(group)
+        groups = [part for part in fields[2].split("/") if part not in ("", ".", "..")]  # "..": not of this container
+        for base in _CGROUP_V1 if fields[1] else _CGROUP_V2:
+            for group in accumulate([os.path.join(root, base), *groups], os.path.join):
+                limits += _quota_of(group)
     return min(limits, default=None)
 
 
@@ -57,11 +53,10 @@ def _text_of(*path: str) -> str:
 
 def _quota_of(group: str) -> list[float]:
     """[quota / period] of one group, [] without a limit."""
-    text = _text_of(group, "cpu.max")
-    if not text:
-        text = f"{_text_of(group, 'cpu.cfs_quota_us')} {_text_of(group, 'cpu.cfs_period_us')}"
+    files_of_version_1 = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+    text = _text_of(group, "cpu.max") or " ".join(_text_of(group, name) for name in files_of_version_1)
     try:
-        quota, period = (int(word) for word in text.split())
+        quota, period = map(int, text.split())
     except ValueError:  # no such file, "max", or nothing that makes sense
         return []
     return [quota / period] if 0 < quota < 2**63 and 0 < period < 2**63 else []
@@ -69,9 +64,8 @@ def _quota_of(group: str) -> list[float]:
 
 def _from_environment() -> tuple[int, str] | None:
     for name in ("ATTENTILE_NUM_THREADS", "OMP_NUM_THREADS"):
-        # OpenMP allows a list, one number per nesting level: the first one is ours.
         given = os.environ.get(name, "")
-        text = given.split(",")[0].strip()
+        text = given.split(",")[0].strip()  # OpenMP allows one number per nesting level: the first one is ours
         try:
             count = int(text) if text.isdecimal() else 0
         except ValueError:  # more digits than int() takes
@@ -83,14 +77,21 @@ def _from_environment() -> tuple[int, str] | None:
     return None
 
 
+try:
+    _from_environment()  # what is forced and makes no sense is an error, never a silent other choice
+except ValueError as error:
+    raise ImportError(f"attentile: ATTENTILE_NUM_THREADS can't be met: {error}") from None
+
+
 def default_threads() -> tuple[int, str]:
+    """(threads, where the number came from) without any setting; found once."""
     global _default
     found = _default or _from_environment()  # read once: another thread may reset it in between
     if found is None:
-        cpus = os.cpu_count() or 1
+        cpus, source = os.cpu_count() or 1, "CPUs this process may use"
         if hasattr(os, "sched_getaffinity"):  # either thread, the calling or the first one, may be on a CPU of its own
             cpus = len(os.sched_getaffinity(0) | os.sched_getaffinity(os.getpid()))
-        source, quota = "CPUs this process may use", _cgroup_quota()
+        quota = _cgroup_quota()
         if quota is not None and math.ceil(quota) < cpus:
             cpus, source = max(1, math.ceil(quota)), "cgroup CPU quota"
         found = min(cpus, _MAX_THREADS), source
@@ -115,7 +116,7 @@ def threads_and_source() -> tuple[int, str]:
 
 def threads_for(call: int | None, function: str) -> int:
     """Threads of one call: its own argument, else the first of the settings that is there."""
-    return threads_and_source()[0] if call is None else _count(function, "num_threads", call)
+    return get_num_threads() if call is None else _count(function, "num_threads", call)
 
 
 def _count(function: str, name: str, n: int) -> int:
@@ -149,7 +150,7 @@ def set_num_threads(n: int | None) -> None:
     Parameters
     ----------
     n : int or None
-        Threads, at least 1; more than 256 count as 256. None goes back to the default of `get_num_threads`, for which
+        At least 1; more than 256 count as 256. None goes back to the default of `get_num_threads`, for which
         environment, affinity and quota are read anew.
 
     Raises
@@ -178,7 +179,7 @@ def num_threads(n: int) -> Iterator[None]:
     Parameters
     ----------
     n : int
-        Threads, at least 1. The argument ``num_threads=`` of a call still goes first. Threads that are started within
+        As in `set_num_threads`. The argument ``num_threads=`` of a call still goes first. Threads that are started in
         the block are others, unless Python hands them its context (``sys.flags.thread_inherit_context``, the default of
         free-threaded builds).
 
@@ -204,14 +205,3 @@ def num_threads(n: int) -> Iterator[None]:
         yield
     finally:
         _block_threads.reset(token)
-
-
-def _check_environment() -> None:
-    """What is forced and makes no sense is an error, never a silent other choice."""
-    try:
-        _from_environment()
-    except ValueError as error:
-        raise ImportError(f"attentile: ATTENTILE_NUM_THREADS can't be met: {error}") from None
-
-
-_check_environment()
