@@ -27,8 +27,7 @@ def normal(*shape: int, dtype: Any = np.float32, seed: int = 0) -> Any:
 def by_python(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
     """The call as scores.py takes it, converts it and brings it to the core."""
     scores, v = checked(q, k, v, options)
-    outputs = Outputs(scores, v.shape[-1])
-    outputs.want_out(None)
+    outputs = Outputs(scores, v, {})
     dispatch.attend(scores, v, outputs, 1)
     return outputs.finished()
 

@@ -30,17 +30,24 @@ class Options(ScoreOptions, total=False):
     out: Array | None
 
 
+class AllOptions(Options, total=False):
+    """Every option of `attention`."""
+
+    return_lse: bool
+    return_weights: bool
+
+
 # Every option with its default, for those who take them on: explain(), KVCache, MultiHeadAttention.
 OPTIONS: dict[str, Any] = {**SCORE_OPTIONS, "return_lse": False, "return_weights": False, "out": None}
+Yes = Literal[True]
 
 
 def _with_signature(options: dict[str, Any]) -> Callable[[Any], Any]:
     """The options by name in help() and signature(); the call itself hands them on as they come."""
 
     def signed(function: Any) -> Any:
-        given = inspect.signature(function)
+        given, types = inspect.signature(function), AllOptions.__annotations__
         arrays = [p for p in given.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        types = {**ScoreOptions.__annotations__, "return_lse": "bool", "return_weights": "bool", "out": "Array | None"}
         named = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[name])
             for name, default in options.items()
@@ -57,38 +64,18 @@ def attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Unpack[Option
 
 @overload
 def attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    *,
-    return_lse: Literal[True],
-    return_weights: bool = ...,
-    **options: Unpack[Options],
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, return_lse: Yes, return_weights: bool = ..., **options: Unpack[Options]
 ) -> AttentionResult: ...
 
 
 @overload
 def attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    *,
-    return_weights: Literal[True],
-    return_lse: bool = ...,
-    **options: Unpack[Options],
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, return_weights: Yes, return_lse: bool = ..., **options: Unpack[Options]
 ) -> AttentionResult: ...
 
 
 @overload
-def attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    *,
-    return_lse: bool = ...,
-    return_weights: bool = ...,
-    **options: Unpack[Options],
-) -> Array | AttentionResult: ...
+def attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Unpack[AllOptions]) -> Array | AttentionResult: ...
 
 
 @_with_signature(OPTIONS)
@@ -213,8 +200,7 @@ def _converted(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Array | Atten
     unknown_option("attention", options, OPTIONS.keys())
     threads = threads_for(options.get("num_threads"), "attention")
     scores, v = checked(q, k, v, options)
-    outputs = Outputs(scores, v.shape[-1])
-    outputs.want(options, (scores.q, scores.k, v, scores.mask, scores.bias, *(scores.before or ())))
+    outputs = Outputs(scores, v, options)
     dispatch.attend(scores, v, outputs, threads)
     return outputs.finished()
 
@@ -266,7 +252,7 @@ def attention_partial(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) 
     threads = threads_for(options.get("num_threads"), "attention_partial")
     with named_in_errors("attention_partial"):
         scores, v = checked(q, k, v, options)
-    outputs = Outputs(scores, v.shape[-1])
-    partial = outputs.want_partial()
+    outputs = Outputs(scores, v, None, partial=True)
     dispatch.attend(scores, v, outputs, threads)
-    return partial
+    assert outputs.partial is not None
+    return outputs.partial

@@ -46,8 +46,8 @@ class AttentionResult(NamedTuple):
     weights: Array | None
 
 
-def why_indirect(given: Array, scores: Scores, inputs: tuple[Array | None, ...]) -> str:
-    """Why a backend cannot write the caller's array while it reads the inputs; "" if it can."""
+def why_indirect(given: Array, scores: Scores, v: Array) -> str:
+    """Why a backend cannot write the caller's array while it reads scores and values; "" if it can."""
     if scores.score_mod is not None:
         return "score_mod= given"
     if given.dtype != scores.compute:
@@ -56,6 +56,7 @@ def why_indirect(given: Array, scores: Scores, inputs: tuple[Array | None, ...])
         return "not aligned"
     if given.shape[-1] > 1 and given.strides[-1] != given.itemsize:
         return "last axis not contiguous"
+    inputs = (scores.q, scores.k, v, scores.mask, scores.bias, *(scores.before or ()))
     if any(x is not None and np.may_share_memory(given, x) for x in inputs):
         return "it overlaps an input"
     return ""
@@ -64,65 +65,46 @@ def why_indirect(given: Array, scores: Scores, inputs: tuple[Array | None, ...])
 class Outputs:
     """The arrays that a backend writes, in the dtype of the arithmetic and with the caller's axes; None: not wanted."""
 
-    def __init__(self, scores: Scores, value_width: int) -> None:
-        self.rows = scores.shape[:-1]
-        self.shape = (*self.rows, value_width)
-        self.out: Array | None = None
-        self.lse: Array | None = None
-        self.weights: Array | None = None
-        self.partial: Partial | None = None
-        self._given: Array | None = None  # the caller's array, which `out` may or may not be
+    def __init__(self, scores: Scores, v: Array, options: Mapping[str, Any] | None, partial: bool = False) -> None:
+        """options: those of `attention` that say what is wanted; None for no output. partial: a Partial is wanted."""
         self._scores = scores
-
-    def want(self, options: Mapping[str, Any], inputs: tuple[Array | None, ...]) -> None:
-        """What the options of `attention` ask for."""
-        self.want_out(options.get("out"), inputs)
-        if options.get("return_lse"):
-            self.want_lse()
-        if options.get("return_weights"):
-            self.want_weights()
-
-    def want_out(self, given: Any, inputs: tuple[Array | None, ...] = ()) -> None:
-        """The output, in the caller's array if there is one: directly if that can be written while inputs are read."""
-        scores = self._scores
+        rows, dtype = scores.shape[:-1], scores.compute
+        self.shape = (*rows, v.shape[-1])
+        wanted = options or {}
+        given = wanted.get("out")
         if given is not None:
             check_out("attention", given, self.shape, scores.dtype)
-            self._given = given
-            if not why_indirect(given, scores, inputs):
-                self.out = given.view(np.ndarray).view(scores.compute)
-                return
-        self.out = np.empty(self.shape, scores.compute)
+        self._given: Array | None = given  # the caller's array, which `out` may or may not be
+        self.out: Array | None = None
+        if given is not None and not why_indirect(given, scores, v):
+            self.out = given.view(np.ndarray).view(dtype)
+        elif options is not None:
+            self.out = np.empty(self.shape, dtype)
+        self.lse = np.empty(rows, dtype) if wanted.get("return_lse") else None
+        self.weights = np.zeros(scores.shape, dtype) if wanted.get("return_weights") else None
+        self.partial = self._of_no_keys() if partial else None
 
-    def want_lse(self) -> None:
-        self.lse = np.empty(self.rows, self._scores.compute)
-
-    def want_weights(self) -> None:
-        self.weights = np.zeros(self._scores.shape, self._scores.compute)
-
-    def want_partial(self) -> Partial:
-        dtype = self._scores.compute
-        self.partial = Partial(np.empty(self.rows, dtype), np.empty(self.rows, dtype), np.empty(self.shape, dtype))
-        return self.partial
+    def _of_no_keys(self) -> Partial:
+        nothing = np.zeros(self.shape[:-1], self._scores.compute)
+        return Partial(nothing - np.inf, nothing, np.zeros(self.shape, nothing.dtype))
 
     @property
     def beside(self) -> bool:
         """Whether anything is wanted beside the output."""
-        return self.lse is not None or self.weights is not None or self.partial is not None
+        return any(array is not None for array in (self.lse, self.weights, self.partial))
 
     def without_values(self) -> Outputs:
         """The same results beside an output of one column, which nobody looks at."""
         twin = copy.copy(self)
-        twin.out = np.empty((*self.rows, 1), self._scores.compute)
+        twin.out = np.empty((*self.shape[:-1], 1), self._scores.compute)
         if self.partial is not None:
             twin.partial = self.partial._replace(o=np.empty_like(twin.out))
         return twin
 
     def of_no_keys(self) -> None:
         """The results of rows that see nothing here: 0, or what the keys before have left."""
-        scores, before = self._scores, self._scores.before
-        if before is None:
-            nothing = np.zeros(self.rows, scores.compute)
-            before = Partial(nothing - np.inf, nothing, np.zeros(self.shape, scores.compute))
+        scores = self._scores
+        before = self._of_no_keys() if scores.before is None else scores.before
         if self.lse is not None:
             self.lse[...] = before.lse
         for own, there in zip(self.partial or (), before, strict=False):

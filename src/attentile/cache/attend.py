@@ -118,8 +118,7 @@ def _attend(held: Held, q: Array, options: dict[str, Any], threads: int) -> Arra
         if held.window is not None and held.sinks:
             options = options | {"mask": _window_as_mask(held, q, options), "window": (None, 0)}
     scores = Scores(q, k, v, options, keep=on_pages)
-    outputs = Outputs(scores, held.value_dim)
-    outputs.want(options, (scores.q, scores.mask, scores.bias, *(scores.before or ())))
+    outputs = Outputs(scores, v, options)
     if not on_pages:
         dispatch.attend(scores, ready(v, scores.compute), outputs, threads)
     elif scores.empty:

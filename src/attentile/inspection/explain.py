@@ -1,13 +1,14 @@
 """What a call of attention() will do and why, without computing it.
 
-The arguments go through the checks and conversions of attention() itself, and then, in the core, through the pass's own
-division of the work and its own way over the keys (core/_count.pxi). So what is told is what happens.
+What is told is what happens: the checks and conversions are those of attention() itself, and in the core the division
+of the work and the way over the keys are those of the pass (core/_count.pxi).
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +19,16 @@ from .. import dispatch
 from ..arguments import check_out
 from ..attention import OPTIONS
 from ..core.constants import CHUNK
-from ..outputs import Outputs, why_indirect
+from ..outputs import why_indirect
 from ..runtime import backend
 from ..runtime.threads import threads_for
 from ..scores import Scores, checked
 from .structures import as_structure
 
 Array = NDArray[Any]
+
+# Fields that have the name of a count, see core/_count.pxi.
+_COUNTED = ("threads", "core_calls", "lanes", "block_rows", "blocks", "tasks", "chunks", "chunks_visited")
 
 
 @dataclass(frozen=True, eq=False)  # eq: half the time of making the class, at every import
@@ -86,30 +90,23 @@ class _Call:
 
     def __init__(self, q: ArrayLike, k: ArrayLike, v: ArrayLike, options: dict[str, Any]) -> None:
         self.given: dict[str, Any] = {"q": q, "k": k, "v": v, **options}
-        self.wanted = {**OPTIONS, **options}
-        self.threads = threads_for(self.wanted["num_threads"], "attention")
+        self.threads = threads_for(options.get("num_threads"), "attention")
         self.scores, self.v = checked(q, k, v, options)
-        self.shape = Outputs(self.scores, self.v.shape[-1]).shape
-        self.out, self.why_out_copied = self.wanted["out"], ""
+        self.shape = (*self.scores.shape[:-1], self.v.shape[-1])
+        self.out, self.why_out_copied = options.get("out"), ""
         if self.out is not None:
-            scores = self.scores
-            check_out("attention", self.out, self.shape, scores.dtype)
-            read = (scores.q, scores.k, self.v, scores.mask, scores.bias, *(scores.before or ()))
-            self.why_out_copied = why_indirect(self.out, scores, read)
+            check_out("attention", self.out, self.shape, self.scores.dtype)
+            self.why_out_copied = why_indirect(self.out, self.scores, self.v)
         self.on = dispatch.chosen(self.scores)
         self.compiled = self.on is backend.compiled
-        beside = self.wanted["return_lse"] or self.wanted["return_weights"]
+        beside = options.get("return_lse") or options.get("return_weights")
         self.idle = self.scores.empty or (self.v.shape[-1] == 0 and not beside)
 
-    def converted(self) -> list[str]:
-        """The arguments that the core does not take as they are: each is tried among those that it takes."""
-        settled = {"q": self.scores.q, "k": self.scores.k, "v": self.v, **self.scores.options}
-        found = []
-        for name, value in self.given.items():
-            tried = {**settled, name: value}
-            if not self.on.takes(tried.pop("q"), tried.pop("k"), tried.pop("v"), tried):
-                found.append(name)
-        return found
+    def takes(self, **argument: Any) -> bool:
+        """Whether the core takes this argument as it is, among others that it takes."""
+        arguments = {"q": self.scores.q, "k": self.scores.k, "v": self.v, **self.scores.options, **argument}
+        q, k, v = (arguments.pop(name) for name in "qkv")
+        return bool(self.on.takes(q, k, v, arguments))
 
     def count(self) -> Counter[str]:
         """Counts of core/_count.pxi; what a backend does not have is 0."""
@@ -119,31 +116,26 @@ class _Call:
         self.scores.before = None  # what rows know already does not change their way over these keys
         if v.shape[-1] == 0:
             v, out = self.scores.without_values(v), None
-        return Counter(self.on.explain(self.scores, v, out, bool(self.wanted["return_weights"]), self.threads))
+        return Counter(self.on.explain(self.scores, v, out, bool(self.given.get("return_weights")), self.threads))
 
 
 def explain(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -> Explanation:
     """Tell what `attention(q, k, v, **options)` will do and why, without computing it.
 
-    The arguments are checked, and converted where attention() would convert them; a mask and a bias are read as
-    the call itself reads them.
+    The arguments are checked, converted and read as attention() does it.
 
     Parameters
     ----------
-    q, k, v : array_like
-        As in `attention`, shapes (..., Hq, L, D), (..., Hkv, S, D), (..., Hkv, S, Dv).
-    **options
-        Every option of `attention`. An `out` is not written.
+    q, k, v, **options
+        As in `attention`. An `out` is not written.
 
     Returns
     -------
     Explanation
-        Its text (``print`` it) and fields: path, instruction set, dtypes, threads, blocks of rows, chunks of 256 keys
-        that are visited and skipped, FLOPs, bytes of the output, copies and notes. A chunk is visited for a block of
-        rows if intervals and mask let some row see some key of it; the -inf of a bias exclude keys but skip nothing.
-        FLOPs are 2 (D + Dv) for a pair of a query and a key: `Explanation.useful_flops` counts the pairs that are
-        allowed, `Explanation.executed_flops` what the kernels run (without exp and masks, and without a rare second
-        visit on NaN).
+        A text to ``print``, and its fields. A chunk of 256 keys is visited for a block of rows if intervals and mask
+        let some row see some key of it; the -inf of a bias exclude keys but skip nothing. FLOPs are 2 (D + Dv) for a
+        pair of a query and a key: `Explanation.useful_flops` counts the pairs that are allowed,
+        `Explanation.executed_flops` what the kernels run (without exp, masks and a rare second visit on NaN).
 
     Raises
     ------
@@ -175,18 +167,11 @@ def explain(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -> Explana
         compute=scores.compute,
         dtype=scores.dtype,
         shapes=f"q {np.shape(q)}, k {np.shape(k)}, v {np.shape(v)} -> {call.shape}",
-        threads=count["threads"],
-        core_calls=count["core_calls"],
-        lanes=count["lanes"],
         few=bool(count["few"]),
-        block_rows=count["block_rows"],
-        blocks=count["blocks"],
-        tasks=count["tasks"],
         lane_use=count["rows"] / max(count["pitches"], 1),
-        chunks=count["chunks"],
-        chunks_visited=count["chunks_visited"],
         useful_flops=2 * count["pairs"] * (scores.width + call.v.shape[-1]),
         executed_flops=count["executed_flops"],
+        **{name: count[name] for name in _COUNTED},
         output_bytes=_output_bytes(call),
         copies=copies,
         notes=tuple(_notes(call, count)),
@@ -204,17 +189,17 @@ def _path(call: _Call, copies: dict[str, str]) -> tuple[str, str]:
         return "NumPy", f"{backend.why_active}; no compiled kernels"
     if call.scores.empty or call.v.shape[-1] == 0:
         return "compiled, after conversion", "an axis is empty, which Python sees to"
-    names = call.converted()
+    names = [name for name, value in call.given.items() if not call.takes(**{name: value})]
     if not names:
         return "compiled", "every argument is taken as it is"
-    copied = [name for name in names if name in copies]
-    whys = [f"{', '.join(copied)}: copied first"] if copied else []
+    copied = ", ".join(name for name in names if name in copies)
+    whys = [f"{copied}: copied first"] if copied else []
     for name in names:
-        kind = type(call.given[name])
         if name == "segments":
             made = "intervals" if call.scores.structure.same_segment is None else "a mask"
             whys.append(f"segments: Python makes {made} of the ids")
         elif name not in copies:
+            kind = type(call.given[name])
             whys.append(f"{name}: {kind.__module__}.{kind.__name__}, which Python converts".replace("builtins.", ""))
     return "compiled, after conversion", "; ".join(whys)
 
@@ -226,111 +211,103 @@ def _copies(call: _Call) -> dict[str, str]:
     found = {}
     for name, used in settled.items():
         value = call.given.get(name)
-        if value is not None and used is not None and used.size and (reasons := _why_copied(name, value, used, scores)):
-            found[name] = "; ".join(reasons)
-    if call.why_out_copied and call.out.size:
-        size = _bytes(call.out.size * scores.compute.itemsize)
-        found["out"] = f"{call.why_out_copied}; a new array of {size} is copied into it"
-    return found
+        if value is not None and used is not None and used.size:
+            found[name] = "; ".join(_why_copied(name, value, used, scores))
+    if call.why_out_copied and (size := math.prod(call.shape)):
+        made = _bytes(size * scores.compute.itemsize)
+        found["out"] = f"{call.why_out_copied}; a new array of {made} is copied into it"
+    return {name: why for name, why in found.items() if why}
 
 
-def _why_copied(name: str, value: Any, used: Array, scores: Scores) -> list[str]:
+def _why_copied(name: str, value: Any, used: Array, scores: Scores) -> Iterator[str]:
     array = np.asarray(value)
-    reasons = []
     if not isinstance(value, np.ndarray) and not np.may_share_memory(array, np.asarray(value)):
-        reasons.append(f"an array is made from a {type(value).__name__}")
+        yield f"an array is made from a {type(value).__name__}"
     if name == "mask":
         if scores.structure.same_segment is not None:
-            reasons.append(f"combined with the segments, {_bytes(used.nbytes)}")
+            yield f"combined with the segments, {_bytes(used.nbytes)}"
     elif array.dtype != scores.compute:
         swapped = array.dtype.newbyteorder("=") == scores.compute
         what = "its bytes are swapped" if swapped else f"{array.dtype} is converted to {scores.compute}"
-        reasons.append(f"{what} as a whole, {_bytes(array.size * scores.compute.itemsize)}")
+        yield f"{what} as a whole, {_bytes(array.size * scores.compute.itemsize)}"
     elif not array.flags.aligned:
-        reasons.append(f"not aligned, {_bytes(array.nbytes)}")
+        yield f"not aligned, {_bytes(array.nbytes)}"
     elif name != "bias" and array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
-        reasons.append(f"last axis not contiguous, {_bytes(array.nbytes)}")
-    return reasons
+        yield f"last axis not contiguous, {_bytes(array.nbytes)}"
 
 
 def _output_bytes(call: _Call) -> int:
-    total: int = math.prod(call.shape) * call.scores.dtype.itemsize
-    if call.wanted["return_lse"]:
-        total += math.prod(call.shape[:-1]) * call.scores.compute.itemsize
-    if call.wanted["return_weights"]:
-        total += math.prod(call.scores.shape) * call.scores.dtype.itemsize
+    scores = call.scores
+    total: int = math.prod(call.shape) * scores.dtype.itemsize
+    if call.given.get("return_lse"):
+        total += math.prod(call.shape[:-1]) * scores.compute.itemsize
+    if call.given.get("return_weights"):
+        total += math.prod(scores.shape) * scores.dtype.itemsize
     return total
 
 
 # ---- notes ----
 
 
-def _notes(call: _Call, count: Counter[str]) -> list[str]:
+def _notes(call: _Call, count: Counter[str]) -> Iterator[str]:
     """What keeps the call from being faster, and the way out."""
     if call.idle:
-        return ["an axis is empty: nothing is computed"]
+        yield "an axis is empty: nothing is computed"
+        return
     scores = call.scores
-    notes = _notes_on_masks(call, count)
+    yield from _notes_on_masks(call, count)
     if scores.dtype.itemsize < 4:
-        notes.append(f"{scores.dtype} is converted to {scores.compute} as a whole, and the result rounded once")
+        yield f"{scores.dtype} is converted to {scores.compute} as a whole, and the result rounded once"
     if count["lanes"] and count["rows"] * 2 <= count["pitches"]:
         lanes = scores.queries * (scores.heads // scores.kv_heads)
         used = "one lane is" if lanes == 1 else f"{lanes} lanes are"
-        notes.append(f"L = {scores.queries}: {used} used of a vector of {count['lanes']}")
+        yield f"L = {scores.queries}: {used} used of a vector of {count['lanes']}"
     if count["core_calls"] > 1:
-        notes.append(
-            f"the batch axes do not fold into one: {count['core_calls']} calls of the core, one after the other"
-        )
+        yield f"the batch axes do not fold into one: {count['core_calls']} calls of the core, one after the other"
     if count["lanes"] and count["threads"] < call.threads:
         why = "too little work for another" if count["threads"] < count["tasks"] else f"{count['tasks']} tasks"
-        notes.append(f"{count['threads']} of {call.threads} threads: {why}")
-    if call.wanted["return_weights"]:
-        notes.append("weights are an (L, S) array: attention_stats() gives their statistics without it")
+        yield f"{count['threads']} of {call.threads} threads: {why}"
+    if call.given.get("return_weights"):
+        yield "weights are an (L, S) array: attention_stats() gives their statistics without it"
     if not count["lanes"]:
-        notes.append("NumPy computes every score, the masked ones too, a head and a tile of rows at a time")
-    return notes
+        yield "NumPy computes every score, the masked ones too, a head and a tile of rows at a time"
 
 
-def _notes_on_masks(call: _Call, count: Counter[str]) -> list[str]:
-    notes = []
+def _notes_on_masks(call: _Call, count: Counter[str]) -> Iterator[str]:
     scores = call.scores
     same_segment = scores.structure.same_segment
     if same_segment is not None:
-        notes.append(
-            f"segments: the keys of an id are not neighbours, so an (L, S) mask is made "
-            f"({_bytes(same_segment.nbytes)}); sort the keys by id to have intervals"
+        size = _bytes(same_segment.nbytes)
+        yield (
+            f"segments: the keys of an id are not neighbours, so an (L, S) mask is made ({size}); "
+            "sort the keys by id to have intervals"
         )
     elif scores.mask is not None:
         mask = np.broadcast_to(scores.mask, (*scores.lead, scores.heads, scores.queries, scores.keys))
         form = as_structure(mask, scores.queries, scores.keys)
         if form == "":
-            notes.append("mask is True everywhere: leave it out")
+            yield "mask is True everywhere: leave it out"
         elif form == "key_lengths=" and call.compiled and set(scores.mask.shape[-3:-1]) <= {1}:
-            notes.append("mask is the same for all rows and says key_lengths=, as which it is taken")
+            yield "mask is the same for all rows and says key_lengths=, as which it is taken"
         elif form is not None:
-            notes.append(f"mask is dense and says {form}: give that instead, and no (L, S) array is read")
+            yield f"mask is dense and says {form}: give that instead, and no (L, S) array is read"
     if count["bias_excludes"] and not count["bias_adds"]:
-        notes.append("bias holds nothing but 0 and -inf: mask=(bias == 0) is the same and skips chunks of keys")
+        yield "bias holds nothing but 0 and -inf: mask=(bias == 0) is the same and skips chunks of keys"
     elif count["chunks_idle"]:
-        share = 100 * count["chunks_idle"] / count["chunks_visited"]
-        notes.append(
-            f"bias is -inf in the whole of {share:.1f} % of the visited chunks: "
-            "-inf skips nothing; exclude those keys by mask= or a structural option"
+        yield (
+            f"bias is -inf in the whole of {100 * count['chunks_idle'] / count['chunks_visited']:.1f} % of the visited "
+            "chunks: -inf skips nothing; exclude those keys by mask= or a structural option"
         )
-    return notes
 
 
 def _bytes(n: float) -> str:
-    return _scaled(n, 1024, ("bytes", "KiB", "MiB", "GiB"))
+    return _scaled(n, 1024, "bytes", "KiB", "MiB", "GiB")
 
 
 def _flops(n: float) -> str:
-    return _scaled(n, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP"))
+    return _scaled(n, 1000, "FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP")
 
 
-def _scaled(n: float, step: int, units: tuple[str, ...]) -> str:
-    power = 0
-    while n >= step and power < len(units) - 1:
-        n /= step
-        power += 1
-    return f"{n:.4g} {units[power]}"
+def _scaled(n: float, step: int, *units: str) -> str:
+    power = sum(n >= step**i for i in range(1, len(units)))
+    return f"{n / step**power:.4g} {units[power]}"

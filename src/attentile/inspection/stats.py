@@ -120,14 +120,12 @@ def attention_stats(
         threads = threads_for(options.get("num_threads"), "attention")
         scores, values = checked(q, k, v, options)
     found = _Found(scores, wanted, top_k, _chosen_rows(rows, scores.queries) if "rows" in wanted else None)
-    outputs = Outputs(scores, values.shape[-1])
-    outputs.want_out(None)
-    outputs.want_lse()
-    partial = outputs.want_partial()
+    outputs = Outputs(scores, values, {"return_lse": True}, partial=True)
+    assert outputs.partial is not None
     on = dispatch.chosen(scores)  # for both passes, whatever another thread chooses in between
     dispatch.attend(scores, values, outputs, threads, on)
     if found.asks:
-        dispatch.stats(scores, values, partial, found, threads, on)
+        dispatch.stats(scores, values, outputs.partial, found, threads, on)
     return found.results(outputs)
 
 

@@ -16,8 +16,7 @@ def as_structure(mask: Array, queries: int, keys: int) -> str | None:
     if mask.shape[-1] != keys:
         return "" if mask.all() else None
     count = mask.sum(axis=-1, dtype=np.intp)
-    lo, hi = mask.argmax(axis=-1), keys - mask[..., ::-1].argmax(axis=-1)
-    lo, hi = np.where(count == 0, 0, lo), np.where(count == 0, 0, hi)
+    lo, hi = mask.argmax(axis=-1), np.where(count == 0, 0, keys - mask[..., ::-1].argmax(axis=-1))
     if (hi - lo != count).any() or (lo != lo[..., :1, :]).any() or (hi != hi[..., :1, :]).any():
         return None  # not intervals, or not the same ones in each head
     lo, hi = lo[..., 0, :].reshape(-1, lo.shape[-1]), hi[..., 0, :].reshape(-1, hi.shape[-1])
