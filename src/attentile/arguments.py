@@ -39,35 +39,25 @@ def unknown_option(function: str, options: Mapping[str, Any], known: Set[str]) -
 
 # ---- numbers ----
 
+_INTEGER = "an integer (int() converts it)"
+
 
 def index(value: Any) -> int:
-    """operator.index(value), with booleans refused, Python's and NumPy's.
-
-    Raises
-    ------
-    TypeError
-        If value is no integer; without a message worth showing, as the caller knows the argument's name.
-    """
+    """operator.index(value), with booleans refused; its TypeError is for callers, who know the argument's name."""
     if isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{value!r} is no integer")
     return operator.index(value)
 
 
 def integer(
-    function: str,
-    name: str,
-    value: Any,
-    least: int | None = None,
-    *,
-    wanted: str = "an integer (int() converts it)",
-    otherwise: str | None = None,
+    function: str, name: str, value: Any, least: float = -math.inf, *, wanted: str = _INTEGER, otherwise: str = ""
 ) -> int:
     """value as an int of at least `least`. What it must be: `wanted`, and `otherwise` for one that is too small."""
     try:
         number = index(value)
     except TypeError:
         raise TypeError(f"{function}: {name} is {value!r}; it must be {wanted}") from None
-    if least is not None and number < least:
+    if number < least:
         raise ValueError(f"{function}: {name} is {number}; it must be {otherwise or wanted}")
     return number
 
@@ -78,17 +68,15 @@ def between(function: str, name: str, value: Any, highest: Array, what: str) -> 
     if array.dtype.kind not in "iu" and not (array.size == 0 and highest.size == 0):
         raise TypeError(f"{function}: {name} has dtype {array.dtype}; it must be an integer, or one per item")
     if array.shape not in ((), highest.shape):
-        raise ValueError(
-            f"{function}: {name} has shape {array.shape}; give one integer, or {len(highest)}, one per item"
-        )
-    wrong = (array < 0) | (array > highest)
+        wanted = f"one integer, or {len(highest)}, one per item"
+        raise ValueError(f"{function}: {name} has shape {array.shape}; give {wanted}")
+    items = np.broadcast_to(array, highest.shape)
+    wrong = (items < 0) | (items > highest)
     if wrong.any():
         item = int(wrong.argmax())
-        raise ValueError(
-            f"{function}: {name} is {np.broadcast_to(array, highest.shape)[item]} for item {item}; "
-            f"it must lie between 0 and {highest[item]} ({what})"
-        )
-    return np.broadcast_to(array, highest.shape).astype(np.intp)
+        bounds = f"between 0 and {highest[item]} ({what})"
+        raise ValueError(f"{function}: {name} is {items[item]} for item {item}; it must lie {bounds}")
+    return items.astype(np.intp)
 
 
 def positive_index(function: str, name: str, value: Any) -> int:
@@ -98,28 +86,17 @@ def positive_index(function: str, name: str, value: Any) -> int:
     return integer(function, name, value, 1, wanted="a positive integer")
 
 
-def real(value: Any) -> float:
-    """float(value) of a real number, Python's or NumPy's; float() itself reads text and truth values too.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `index` does.
-    """
-    if isinstance(value, (str, bytes, bytearray, bool, np.bool_)) or getattr(value, "dtype", None) in (bool, object):
-        raise TypeError(f"{value!r} is no number")
-    if isinstance(value, np.ndarray) and value.dtype.kind in "USV":
-        raise TypeError(f"{value!r} is no number")
+def as_real(function: str, name: str, value: Any, wanted: str = "a number") -> float:
+    """float(value) of a real number, Python's or NumPy's; float() itself reads text and truth values too."""
+    refused = isinstance(value, (str, bytes, bytearray, bool, np.bool_)) or (
+        isinstance(value, np.ndarray) and value.dtype.kind in "USV"
+    )
     try:
+        if refused or getattr(value, "dtype", None) in (bool, object):
+            raise TypeError
         return float(value)
     except OverflowError:  # a Python integer
         return math.inf if value > 0 else -math.inf
-
-
-def as_real(function: str, name: str, value: Any, wanted: str = "a number") -> float:
-    """value as `real` reads it."""
-    try:
-        return real(value)
     except (TypeError, ValueError):
         raise TypeError(f"{function}: {name} is {value!r}; it must be {wanted}") from None
 

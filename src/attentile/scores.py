@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from .arguments import as_array, as_real, check_scale
 from .core.constants import LOG2E
-from .masks import Structure, structure
+from .masks import structure
 from .partial import Partial
 from .storage import is_floating, native, promoted, ready
 
@@ -114,13 +114,12 @@ def check_mask(mask: Any, shape: tuple[int, ...]) -> Array | None:
     """A boolean mask that broadcasts to the shape of the scores."""
     if mask is None:
         return None
-    mask = as_array("attention", "mask", mask)
-    if mask.dtype != np.bool_:
-        hint = "pass it as bias=" if is_floating(mask.dtype) else "pass mask != 0"
-        raise TypeError(f"attention: mask has dtype {mask.dtype}; it must be bool, True = may attend ({hint}?)")
-    _check_broadcast("mask", mask, shape)
-    plain: Array = mask.view(np.bool_)  # of NumPy's own bool
-    return plain
+    array = as_array("attention", "mask", mask)
+    if array.dtype != np.bool_:
+        hint = "pass it as bias=" if is_floating(array.dtype) else "pass mask != 0"
+        raise TypeError(f"attention: mask has dtype {array.dtype}; it must be bool, True = may attend ({hint}?)")
+    _check_broadcast("mask", array, shape)
+    return array.view(np.bool_)  # of NumPy's own bool
 
 
 def _bias(bias: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array | None:
@@ -145,10 +144,10 @@ def _lead(q: Array, k: Array, v: Array) -> tuple[int, ...]:
         raise ValueError(f"attention: q has width {q.shape[-1]} and k has {k.shape[-1]}; they must be equal ({shapes})")
     if q.shape[-1] == 0:
         raise ValueError(f"attention: q and k have width 0; it must be at least 1 ({shapes})")
-    if k.shape[-2] != v.shape[-2]:
-        raise ValueError(f"attention: k has {k.shape[-2]} keys and v has {v.shape[-2]}; they must be equal ({shapes})")
-    if k.shape[-3] != v.shape[-3]:
-        raise ValueError(f"attention: k has {k.shape[-3]} heads and v has {v.shape[-3]}; they must be equal ({shapes})")
+    for axis, what in ((-2, "keys"), (-3, "heads")):
+        one, other = k.shape[axis], v.shape[axis]
+        if one != other:
+            raise ValueError(f"attention: k has {one} {what} and v has {other}; they must be equal ({shapes})")
     q_heads, heads = q.shape[-3], k.shape[-3]
     if q_heads and (heads == 0 or q_heads % heads):
         raise ValueError(
@@ -161,13 +160,6 @@ def _lead(q: Array, k: Array, v: Array) -> tuple[int, ...]:
         raise ValueError(f"attention: the batch axes of q, k and v do not broadcast ({shapes})") from None
 
 
-def _score_mod(score_mod: Any) -> ScoreMod | None:
-    if score_mod is not None and not callable(score_mod):
-        raise TypeError(f"attention: score_mod is {score_mod!r}; it must be a callable (scores, b, h, i, j) -> scores")
-    found: ScoreMod | None = score_mod
-    return found
-
-
 def _before(before: Any, shape: tuple[int, ...], width: int, dtype: np.dtype[Any]) -> Partial | None:
     """The rows that are gone on from, in the dtype of the arithmetic."""
     if before is None:
@@ -176,16 +168,14 @@ def _before(before: Any, shape: tuple[int, ...], width: int, dtype: np.dtype[Any
         raise TypeError(
             f"attention: before is a {type(before).__name__}; it must be a Partial, as attention_partial returns it"
         )
-    parts = []
-    for name, array, wanted in zip(Partial._fields, before, (shape, shape, (*shape, width)), strict=True):
-        found = as_array("attention", f"before.{name}", array)
-        if found.shape != wanted or found.dtype != dtype:
+    given = [as_array("attention", f"before.{name}", array) for name, array in before._asdict().items()]
+    for name, array, wanted in zip(Partial._fields, given, (shape, shape, (*shape, width)), strict=True):
+        if array.shape != wanted or array.dtype != dtype:
             raise ValueError(
-                f"attention: before.{name} has shape {found.shape} and dtype {found.dtype}; they must be {wanted} and "
+                f"attention: before.{name} has shape {array.shape} and dtype {array.dtype}; they must be {wanted} and "
                 f"{dtype}, those of the rows of this call"
             )
-        parts.append(ready(found, dtype))
-    return Partial(*parts)
+    return Partial(*(ready(array, dtype) for array in given))
 
 
 # ---- the value ----
@@ -196,11 +186,9 @@ class Scores:
 
     def __init__(self, q: Array, k: Array, v: Array, options: Mapping[str, Any], keep: bool = False) -> None:
         """keep: k and v only stand for shape and dtype of what a cache holds."""
-        for name, array in (("q", q), ("k", k), ("v", v)):
-            if array.ndim < 2:
-                raise ValueError(
-                    f"attention: {name} has shape {array.shape}; it needs at least two axes, (rows, width)"
-                )
+        for name, shape in (("q", q.shape), ("k", k.shape), ("v", v.shape)):
+            if len(shape) < 2:
+                raise ValueError(f"attention: {name} has shape {shape}; it needs at least two axes, (rows, width)")
         self.drop = q.ndim == k.ndim == v.ndim == 2  # no array has a head axis, so the results have none
         self.compute, self.dtype = promoted("attention", q, k, v)
         headed = [array[None] if array.ndim == 2 else array for array in (q, k, v)]
@@ -215,13 +203,15 @@ class Scores:
         self.softcap = _softcap(options.get("softcap"))
         self.sinks = _per_head("sinks", options.get("sinks"), self.heads)
         self.slopes = _slopes(options.get("alibi_slopes"), self.heads, self.compute)
-        self.score_mod = _score_mod(options.get("score_mod"))
+        self.score_mod: ScoreMod | None = options.get("score_mod")
+        if self.score_mod is not None and not callable(self.score_mod):
+            wanted = "a callable (scores, b, h, i, j) -> scores"
+            raise TypeError(f"attention: score_mod is {self.score_mod!r}; it must be {wanted}")
         self.before = _before(options.get("before"), rows, v.shape[-1], self.compute)
-        self.structure: Structure = structure(
-            self.lead, self.queries, self.keys, options, alibi=options.get("alibi_slopes") is not None
-        )
-        if self.structure.same_segment is not None:
-            same = self.structure.same_segment if self.drop else self.structure.same_segment[..., None, :, :]
+        self.structure = structure(self.lead, self.queries, self.keys, options, alibi=self.slopes is not None)
+        same = self.structure.same_segment
+        if same is not None:
+            same = same if self.drop else same[..., None, :, :]
             self.mask = same if self.mask is None else self.mask & same
         self.q = ready(q, self.compute)
         self.k = k if keep else ready(k, self.compute)
@@ -245,8 +235,7 @@ class Scores:
         """(lo, hi) of packed segments: each (..., L) with every batch axis."""
         if self.structure.segments is None:
             return None
-        full = (*self.lead, self.queries)
-        lo, hi = (np.broadcast_to(side, full) for side in self.structure.segments)
+        lo, hi = (np.broadcast_to(side, (*self.lead, self.queries)) for side in self.structure.segments)
         return lo, hi
 
     @property

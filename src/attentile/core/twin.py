@@ -12,7 +12,7 @@ attend(), stats() and explain() take what the compiled ones take (_core.pyi).
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -100,21 +100,19 @@ def _capped(scores: Array, softcap: float) -> Array:
     """Within a quarter of the range, beyond which no score changes by a bit, and above 1 / its largest number."""
     limits = np.finfo(scores.dtype)
     cap = scores.dtype.type(min(max(softcap, float(limits.smallest_normal)), float(limits.max) / 4))
-    capped: Array = np.tanh(scores / cap) * cap
-    return capped
+    return np.asarray(np.tanh(scores / cap) * cap)
 
 
 def _modified(changed: Any, scores: Array) -> Array:
     """What score_mod has made of the scores."""
-    changed = np.asarray(changed)
-    if changed.shape != scores.shape or changed.dtype.kind != "f":
+    found = np.asarray(changed)
+    if found.shape != scores.shape or found.dtype.kind != "f":
         raise ValueError(
-            f"attention: score_mod returned shape {changed.shape} and dtype {changed.dtype} for scores {scores.shape}; "
+            f"attention: score_mod returned shape {found.shape} and dtype {found.dtype} for scores {scores.shape}; "
             "it must return floating scores of the same shape"
         )
     with np.errstate(all="ignore"):
-        found: Array = changed.astype(scores.dtype, copy=False)
-    return found
+        return found.astype(scores.dtype, copy=False)
 
 
 def _weigh(scores: Array, allowed: Array, v: Array, before: _Rows | None) -> tuple[_Rows, Array]:
@@ -149,8 +147,7 @@ def _final_total(rows: _Rows, allowed: Array, sink: Any) -> Array:
     if sink is not None:  # in float64, where inf means that it takes all
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             total = np.where(total == 0, 0, total + np.exp(sink - rows.top.astype(np.float64)))
-    found: Array = total.astype(rows.total.dtype)
-    return found
+    return total.astype(rows.total.dtype)
 
 
 def _from_base_2(partial: Any, h: tuple[Any, ...]) -> _Rows:
@@ -215,18 +212,16 @@ def stats(scores: Any, v: Array, m: Array, l: Array, found: Any, threads: int) -
 def explain(scores: Any, v: Array, out: Array | None, with_weights: bool, threads: int) -> dict[str, int]:
     """What attend() would do: by names of core/_count.pxi, those that mean something here. Every score is computed."""
     tiles = _Tiles(scores)
-    found = {"threads": 1, "core_calls": 1, "pairs": 0, "bias_excludes": False, "bias_adds": False}
+    found = Counter(threads=1, core_calls=1)
     for _, item, h, rows in tiles:
         allowed = tiles.allowed(item, h, rows)
         if tiles.bias is not None:
             bias = tiles.bias[item][h, rows]
-            excludes = bias == -np.inf
-            found["bias_excludes"] |= bool((allowed & excludes).any())
-            found["bias_adds"] |= bool((allowed & ~excludes & (bias != 0)).any())
-            allowed &= ~excludes
+            found["bias_excludes"] |= int((bias[allowed] == -np.inf).any())
+            allowed &= bias != -np.inf
+            found["bias_adds"] |= int((bias[allowed] != 0).any())
         found["pairs"] += int(allowed.sum())
-    per_pair = scores.width + v.shape[-1]
-    found["executed_flops"] = 2 * math.prod((*scores.lead, scores.heads, scores.queries, scores.keys)) * per_pair
+        found["executed_flops"] += 2 * allowed.size * (scores.width + v.shape[-1])
     return found
 
 
