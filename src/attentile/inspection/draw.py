@@ -53,10 +53,8 @@ def draw_mask(
 
     Raises
     ------
-    TypeError, ValueError
-        Whatever `attention` refuses, and a file of another kind.
-    ImportError
-        If a file is asked for and matplotlib is not installed.
+    TypeError, ValueError, ImportError
+        Whatever `attention` refuses; a file of another kind, or without matplotlib installed.
 
     Examples
     --------

@@ -25,19 +25,13 @@ class AttentionStats(NamedTuple):
 
     Attributes
     ----------
-    out : ndarray, shape (..., Hq, L, Dv)
-        As `attention` gives it.
-    lse : ndarray, shape (..., Hq, L)
-        As `attention` gives it: without sinks.
-    entropy : ndarray, shape (..., Hq, L), or None
-        Of the weights of each row, in nats.
-    max : ndarray, shape (..., Hq, L), or None
-        The largest weight of each row.
-    top_weights : ndarray, shape (..., Hq, L, top_k), or None
-        The largest weights of each row, descending; 0 where there are fewer.
-    top_keys : ndarray of intp, shape (..., Hq, L, top_k), or None
-        Their keys, of equal weights the lower one first. -1 where the weight is 0: the row sees fewer keys, or the
-        others score so far below its best ones that their weights underflow.
+    out, lse : ndarray, shapes (..., Hq, L, Dv) and (..., Hq, L)
+        As `attention` gives them: lse without sinks.
+    entropy, max : ndarray, shape (..., Hq, L), or None
+        Of the weights of each row: their entropy in nats, and the largest.
+    top_weights, top_keys : ndarray, shape (..., Hq, L, top_k), or None
+        The largest weights of each row, descending, and their keys (intp), of equal weights the lower key first. 0 and
+        -1 where the row sees fewer keys, or the others score so far below its best ones that their weights underflow.
     received : ndarray, shape (..., Hq, S), or None
         The sum over the queries of the weight that each key got (what cache eviction needs).
     rows : ndarray, shape (..., Hq, n, S), or None
