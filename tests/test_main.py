@@ -33,13 +33,14 @@ def test_demonstration(impl, capsys, monkeypatch):
         assert f"\n{problem} " in printed
 
 
-def test_self_check_can_fail(compiled, capsys, monkeypatch):
+@pytest.mark.parametrize("factor", [1.001, np.nan])
+def test_self_check_can_fail(compiled, capsys, monkeypatch, factor):
     assert command.self_check()
     right = attentile.attention
 
     def slightly_wrong(*arrays, **options):
         backend = attentile.show_config(as_dict=True)["backend"]
-        return right(*arrays, **options) * np.float32(1.001 if backend == "compiled" else 1)
+        return right(*arrays, **options) * np.float32(factor if backend == "compiled" else 1)
 
     monkeypatch.setattr(command.at, "attention", slightly_wrong)
     assert not command.self_check()

@@ -3,52 +3,43 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 import attentile as at
 
 from . import speed
 from .runtime import backend
 
-Array = NDArray[Any]
 
-
-# ---- the demonstration ----
-
-
-def _row(values: Array) -> str:
-    return "  ".join(f"{value:7.4f}" for value in values)
+def _show(title: str, rows: Iterable[Any]) -> None:
+    print(f"\n{title}")
+    for row in rows:
+        print("  ", "  ".join(f"{value:7.4f}" for value in row))
 
 
 def demonstrate() -> None:
     """The four textbook functions on five tokens of width 8."""
     rng = np.random.default_rng(0)
-    length, d_model, heads = 5, 8, 2
-    x = rng.standard_normal((length, d_model))
-    weights = rng.standard_normal((4, d_model, d_model)) / np.sqrt(d_model)
-    print(f"Five tokens of width {d_model}, drawn with seed 0\n")
-    encoding = at.positional_encoding(length, d_model)
-    print(f"positional_encoding({length}, {d_model}) -> {encoding.shape} {encoding.dtype}, row 1")
-    print("  ", _row(encoding[1]))
-    output, attention_weights = at.self_attention(x, x, x, d_model)
-    print(
-        f"\nself_attention(Q, K, V, d_k={d_model}) -> {output.shape} and weights {attention_weights.shape}, first rows"
-    )
-    print("  ", _row(output[0]))
-    print("  ", _row(attention_weights[0]))
-    _, attention_weights = at.causal_attention(x, x, x, d_model)
-    print("\ncausal_attention: each token sees itself and those before it; its weights")
-    for i, row in enumerate(attention_weights):
-        print("  ", _row(row[: i + 1]))
-    output = at.multi_head_attention(x + encoding, d_model, heads, *weights)
-    print(f"\nmulti_head_attention with {heads} heads -> {output.shape}, first row")
-    print("  ", _row(output[0]))
+    x, weights = rng.standard_normal((5, 8)), rng.standard_normal((4, 8, 8)) / np.sqrt(8)
+    print("Five tokens of width 8, drawn with seed 0")
+    encoding = at.positional_encoding(5, 8)
+    _show(f"positional_encoding(5, 8) -> {encoding.shape} {encoding.dtype}, row 1", encoding[1:2])
+    out, shares = at.self_attention(x, x, x, 8)
+    title = f"self_attention(Q, K, V, d_k=8) -> {out.shape} and weights {shares.shape}, first rows"
+    _show(title, (out[0], shares[0]))
+    _, shares = at.causal_attention(x, x, x, 8)
+    triangle = (row[: i + 1] for i, row in enumerate(shares))
+    _show("causal_attention: each token sees itself and those before it; its weights", triangle)
+    out = at.multi_head_attention(x + encoding, 8, 2, *weights)
+    _show(f"multi_head_attention with 2 heads -> {out.shape}, first row", out[:1])
 
 
 def self_check() -> bool:
@@ -56,39 +47,35 @@ def self_check() -> bool:
     if backend.active is None:
         print("\nself-check: the NumPy backend is in use, nothing to compare")
         return True
-    rng, worst, cases = np.random.default_rng(1), 0.0, 0
-    for dtype in (np.float32, np.float64):
-        for queries, keys, width in ((1, 1, 1), (5, 300, 64), (49, 257, 33), (130, 130, 80)):
-            q, k, v = (rng.standard_normal((2, 4, n, width)).astype(dtype) for n in (queries, keys, keys))
-            mask = rng.random((queries, keys)) < 0.5
-            bias = rng.standard_normal((4, 1, keys))
-            options: list[dict[str, Any]] = [
-                {},
-                {"mask": mask},
-                {"bias": bias},
-                {"causal": "lower_right"},
-                {"key_lengths": [keys, keys // 2]},
-            ]
-            for option in options:
-                ours = at.attention(q, k, v, **option)
-                with at.use_backend("numpy"):
-                    error = np.abs(ours - at.attention(q, k, v, **option)).max()
-                worst, cases = max(worst, float(error / np.finfo(dtype).eps)), cases + 1
-    good = worst < 64
-    verdict = "ok" if good else "FAILED"
-    print(f"\nself-check against NumPy: {cases} cases, largest difference {worst:.1f} units of rounding: {verdict}")
+    rng, errors = np.random.default_rng(1), []
+    sizes = ((1, 1, 1), (5, 300, 64), (49, 257, 33), (130, 130, 80))
+    for dtype, (queries, keys, width) in itertools.product((np.float32, np.float64), sizes):
+        q, k, v = (rng.standard_normal((2, 4, n, width)).astype(dtype) for n in (queries, keys, keys))
+        option: dict[str, Any]
+        for option in (
+            {},
+            {"mask": rng.random((queries, keys)) < 0.5},
+            {"bias": rng.standard_normal((4, 1, keys))},
+            {"causal": "lower_right"},
+            {"key_lengths": [keys, keys // 2]},
+        ):
+            ours = at.attention(q, k, v, **option)
+            with at.use_backend("numpy"):
+                error = np.abs(ours - at.attention(q, k, v, **option)).max()
+            errors.append(error / np.finfo(ours.dtype).eps)
+    worst = np.max(errors)  # NaN if there is one
+    good = bool(worst < 64)
+    found = f"{len(errors)} cases, largest difference {worst:.1f} units of rounding"
+    print(f"\nself-check against NumPy: {found}: {'ok' if good else 'FAILED'}")
     return good
-
-
-# ---- the command line ----
 
 
 def _run_demonstration() -> int:
     demonstrate()
     good = self_check()
     threads = at.get_num_threads()
-    shown = at.show_config(as_dict=True)
-    print(f"\nSpeed here: {shown['isa']}, {threads} thread(s); the FMA peak is measured in this run\n")
+    isa = at.show_config(as_dict=True)["isa"]
+    print(f"\nSpeed here: {isa}, {threads} thread(s); the FMA peak is measured in this run\n")
     speed.print_rows([speed.measure(problem, threads, 0.05) for problem in (*speed.TEXTBOOK, *speed.SHAPES)])
     return 0 if good else 1
 
@@ -96,18 +83,14 @@ def _run_demonstration() -> int:
 def _run_bench(arguments: argparse.Namespace) -> int:
     threads = arguments.threads or at.get_num_threads()
     asked = [replace(shape, dtype=arguments.dtype, causal=arguments.causal) for shape in arguments.shape]
-    shapes = asked or speed.SHAPES
-    rows = [speed.measure(shape, threads, arguments.seconds) for shape in shapes]
+    rows = [speed.measure(shape, threads, arguments.seconds) for shape in asked or speed.SHAPES]
+    text = json.dumps({"config": at.show_config(as_dict=True), "rows": [asdict(row) for row in rows]}, indent=1)
+    if arguments.json == "-":
+        print(text)
+        return 0
     if arguments.json:
-        report = {"config": at.show_config(as_dict=True), "rows": [asdict(row) for row in rows]}
-        text = json.dumps(report, indent=1)
-        if arguments.json == "-":
-            print(text)
-        else:
-            with open(arguments.json, "w", encoding="utf-8") as file:
-                file.write(text + "\n")
-    if arguments.json != "-":
-        speed.print_rows(rows)
+        Path(arguments.json).write_text(text + "\n", encoding="utf-8")
+    speed.print_rows(rows)
     return 0
 
 

@@ -93,6 +93,8 @@ def between(function: str, name: str, value: Any, highest: Array, what: str) -> 
 
 def positive_index(function: str, name: str, value: Any) -> int:
     """value as a positive int."""
+    if type(value) is int and value > 0:  # in most calls
+        return value
     return integer(function, name, value, 1, wanted="a positive integer")
 
 

@@ -201,16 +201,16 @@ def attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -> Array
 
 def _converted(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Array | AttentionResult:
     """attention() of values that the core does not take as they are."""
-    unknown_option("attention", options, OPTIONS.keys())
-    half = half_dtype(q, k, v)
-    if half is not None and backend.active is not None and options.get("out") is None:
-        widened = (rounded(array, np.dtype(np.float32)) for array in (q, k, v))
-        found = backend.active.attention(*widened, options, get_num_threads())
+    half, core = half_dtype(q, k, v), backend.active
+    if half is not None and core is not None and "out" not in options:
+        single = np.float32  # which holds every half exactly
+        found = core.attention(q.astype(single), k.astype(single), v.astype(single), options, get_num_threads())
         if type(found) is tuple:
             out, lse, weights = found
             return AttentionResult(rounded(out, half), lse, None if weights is None else rounded(weights, half))
         if found is not None:
             return rounded(found, half)
+    unknown_option("attention", options, OPTIONS.keys())
     threads = threads_for(options.get("num_threads"), "attention")
     scores, v = checked(q, k, v, options)
     outputs = Outputs(scores, v.shape[-1])

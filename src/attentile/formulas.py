@@ -59,8 +59,5 @@ def grouped_product(rows: Array, shared: Array) -> Array:
     """rows @ shared; the heads that share a matrix become rows of one product, which is quicker than copies of it."""
     B, H, L, width = rows.shape
     heads = shared.shape[1]
-    if heads == H:
-        product: Array = rows @ shared
-        return product
-    product = rows.reshape(B, heads, H // heads * L, width) @ shared
+    product: Array = rows.reshape(B, heads, H // heads * L, width) @ shared
     return product.reshape(B, H, L, -1)

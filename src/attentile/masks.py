@@ -61,10 +61,11 @@ class Structure:
 
     def options(self) -> dict[str, Any]:
         """The arguments again, as the compiled core takes them."""
-        window = None if self.left is self.right is None else (self.left, self.right)
+        # A q_start goes with a window even if that limits nothing.
+        unlimited = self.left is None and self.right is None and self.q_start is None
         return {
             "causal": self.causal,
-            "window": window,
+            "window": None if unlimited else (self.left, self.right),
             "q_start": self.q_start,
             "key_lengths": self.key_lengths,
             "prefix_lengths": self.prefix_lengths,

@@ -10,21 +10,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 import attentile as at
 
 from . import formulas
 from .runtime import backend
 
-Array = NDArray[Any]
 Call = Callable[[], object]
-
-
-# ---- what is measured ----
 
 
 @dataclass(frozen=True)
@@ -42,26 +36,20 @@ class Shape:
 
     def flops(self) -> float:
         """FLOPs of the useful work: two products of 2 L S D each per head, half of them if causal."""
-        all_pairs = 4.0 * self.batch * self.heads * self.queries * self.keys * self.width
-        return all_pairs / 2 if self.causal else all_pairs
+        share = 0.5 if self.causal else 1.0
+        return share * 4 * self.batch * self.heads * self.queries * self.keys * self.width
 
     def kv_bytes(self) -> int:
         """Bytes of keys and values."""
         return 2 * self.batch * self.kv_heads * self.keys * self.width * np.dtype(self.dtype).itemsize
 
-    def arrays(self) -> tuple[Array, Array, Array]:
-        """Queries, keys and values, the same ones in every run."""
-        rng = np.random.default_rng(0)
-        queries, keys = (self.batch, self.heads, self.queries), (self.batch, self.kv_heads, self.keys)
-        shapes = ((*queries, self.width), (*keys, self.width), (*keys, self.width))
-        q, k, v = (rng.standard_normal(shape).astype(self.dtype) for shape in shapes)
-        return q, k, v
-
     def calls(self) -> tuple[Call, Call]:
-        """Ours, and the formula."""
-        arrays = self.arrays()
+        """Ours and the formula, on the same arrays in every run."""
+        rng = np.random.default_rng(0)
+        rows = ((self.heads, self.queries), (self.kv_heads, self.keys), (self.kv_heads, self.keys))
+        q, k, v = (rng.standard_normal((self.batch, *n, self.width)).astype(self.dtype) for n in rows)
         mask = np.tri(self.queries, self.keys, dtype=bool) if self.causal else None
-        return partial(at.attention, *arrays, causal=self.causal), partial(formulas.attention, *arrays, mask)
+        return partial(at.attention, q, k, v, causal=self.causal), partial(formulas.attention, q, k, v, mask)
 
     def __str__(self) -> str:
         kv = f"/{self.kv_heads}" if self.kv_heads != self.heads else ""
@@ -89,40 +77,21 @@ class Textbook:
         return 2 * self.rows * self.width * np.dtype(self.dtype).itemsize
 
     def calls(self) -> tuple[Call, Call]:
-        """Ours, and the formula."""
+        """Ours and the formula, on the same arrays in every run."""
         rng = np.random.default_rng(0)
         mask = np.tri(self.rows, dtype=int) if self.masked else None
+        q, k, v = rng.standard_normal((3, self.rows, self.width))
         if self.heads is None:
-            q, k, v = rng.standard_normal((3, self.rows, self.width))
             vectors = (q, k, v, self.width, mask)
             return partial(at.self_attention, *vectors), partial(formulas.self_attention, *vectors)
-        x = rng.standard_normal((self.rows, self.width))
         weights = rng.standard_normal((4, self.width, self.width)) / np.sqrt(self.width)
-        layer = (x, self.width, self.heads, *weights, mask)
+        layer = (q, self.width, self.heads, *weights, mask)
         return partial(at.multi_head_attention, *layer), partial(formulas.multi_head_attention, *layer)
 
     def __str__(self) -> str:
-        name = "self_attention" if self.heads is None else "multi_head_attention"
+        name = "multi_head_attention" if self.heads else "self_attention"
         heads = f", {self.heads} heads" if self.heads else ""
         return f"{name} {self.rows}x{self.width}{heads}{' masked' if self.masked else ''} fp64"
-
-
-Problem = Shape | Textbook
-
-
-@dataclass
-class Row:
-    """One measured line of the speed table."""
-
-    shape: Problem
-    threads: int
-    ms: float
-    gflops: float
-    peak_percent: float | None
-    gbytes_per_second: float
-    formula_ms: float
-    twin_ms: float
-    speedup: float
 
 
 TEXTBOOK = (
@@ -142,7 +111,19 @@ SHAPES = (
 )
 
 
-# ---- measuring ----
+@dataclass
+class Row:
+    """One measured line of the speed table."""
+
+    shape: Shape | Textbook
+    threads: int
+    ms: float
+    gflops: float
+    peak_percent: float | None
+    gbytes_per_second: float
+    formula_ms: float
+    twin_ms: float
+    speedup: float
 
 
 def _median_seconds(call: Call, seconds: float) -> float:
@@ -169,35 +150,24 @@ def fma_peak(dtype: str, threads: int) -> float | None:
     return best * threads
 
 
-def measure(problem: Problem, threads: int, seconds: float) -> Row:
+def measure(problem: Shape | Textbook, threads: int, seconds: float) -> Row:
     """Times ours, the formula and the twin on one problem, with the FMA peak measured in the same run."""
     ours, formula = problem.calls()
     with at.num_threads(threads):
         peak = fma_peak(problem.dtype, threads)
-        ours_seconds = _median_seconds(ours, seconds)
-        formula_seconds = _median_seconds(formula, seconds)
+        own = _median_seconds(ours, seconds)
+        plain = _median_seconds(formula, seconds)
         with at.use_backend("numpy"):
-            twin_seconds = _median_seconds(ours, seconds)
-    rate = problem.flops() / ours_seconds
-    return Row(
-        shape=problem,
-        threads=threads,
-        ms=ours_seconds * 1e3,
-        gflops=rate / 1e9,
-        peak_percent=None if peak is None else 100 * rate / peak,
-        gbytes_per_second=problem.kv_bytes() / ours_seconds / 1e9,
-        formula_ms=formula_seconds * 1e3,
-        twin_ms=twin_seconds * 1e3,
-        speedup=min(formula_seconds, twin_seconds) / ours_seconds,
-    )
+            twin = _median_seconds(ours, seconds)
+    rate, bandwidth = problem.flops() / own, problem.kv_bytes() / own
+    percent = None if peak is None else 100 * rate / peak
+    speedup = min(plain, twin) / own
+    return Row(problem, threads, own * 1e3, rate / 1e9, percent, bandwidth / 1e9, plain * 1e3, twin * 1e3, speedup)
 
 
 def print_rows(rows: list[Row]) -> None:
     """The speed table."""
-    print(
-        f"{'problem':41} {'ms':>9} {'GFLOP/s':>8} {'% peak':>7} {'GB/s':>6} {'formula ms':>11} {'twin ms':>10} "
-        f"{'speed-up':>9}"
-    )
+    print(f"{'problem':41}        ms  GFLOP/s  % peak   GB/s  formula ms    twin ms  speed-up")
     for row in rows:
         peak = "" if row.peak_percent is None else f"{row.peak_percent:.0f}"
         print(

@@ -9,6 +9,9 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
+_FLOAT16 = np.dtype(np.float16)
+_NATIVE = ({np.dtype(np.float64)}, {np.dtype(np.float32)})
+
 
 def is_floating(dtype: np.dtype[Any]) -> bool:
     """NumPy's own floating types, and bfloat16, which is of no kind that NumPy knows."""
@@ -31,16 +34,19 @@ def _computed_in(dtype: np.dtype[Any], function: str) -> np.dtype[Any]:
 
 def half_dtype(*arrays: Any) -> np.dtype[Any] | None:
     """float16 or bfloat16 if that is the dtype of all of them, which are plain arrays."""
-    if any(type(array) is not np.ndarray for array in arrays):
-        return None
-    dtype: np.dtype[Any] = arrays[0].dtype
-    if dtype.itemsize != 2 or any(array.dtype != dtype for array in arrays):
-        return None
-    return dtype if (dtype == np.float16 and dtype.isnative) or dtype.name == "bfloat16" else None
+    dtype: np.dtype[Any] | None = getattr(arrays[0], "dtype", None)
+    for array in arrays:
+        if type(array) is not np.ndarray or array.dtype is not dtype:
+            return None
+    return dtype if dtype is _FLOAT16 or (dtype is not None and dtype.name == "bfloat16") else None
 
 
 def promoted(function: str, *arrays: Array) -> tuple[np.dtype[Any], np.dtype[Any]]:
     """(dtype of the arithmetic, dtype of the result) for arrays that are used together."""
+    given = {array.dtype for array in arrays}
+    if given in _NATIVE:  # most calls; in a small one the rules below take longer than a product
+        dtype = np.dtype(arrays[0].dtype.type)
+        return dtype, dtype
     for array in arrays:
         _computed_in(array.dtype, function)
     try:
@@ -60,6 +66,8 @@ def rounded(array: Array, dtype: np.dtype[Any], overflow: Literal["ignore"] | No
     """
     if array.dtype == dtype:
         return array
+    if dtype is _FLOAT16 and array.dtype == np.float32 and overflow is None and np.geterr()["under"] == "ignore":
+        return array.astype(dtype)  # the usual setting: to change it and back would take longer
     with np.errstate(over=overflow, under="ignore", invalid="ignore"):
         if array.dtype == np.float64 and dtype.name == "bfloat16":
             # Casts go through float32, so that comes first, rounded to odd: a last bit that is set wherever something

@@ -254,14 +254,16 @@ def test_b68_failing_calls_keep_no_reference(impl, kind):
 
 
 def test_b68_the_core_keeps_no_reference(compiled):
-    """The fault as reported: a later typed argument fails after earlier ones were taken as memoryviews."""
+    """The fault as reported: a later argument fails after the memory of earlier ones was borrowed."""
     q, k, v = qkv((1, 2, 5, 8))
-    out, wrong = np.empty_like(q), v.astype(np.float64)
-    objects = [q, k, v, out, wrong]
+    out, wrong, mask = np.empty_like(q), v.astype(np.float64), np.tri(5, dtype=bool)
+    options = {"mask": mask, "sinks": np.zeros(2), "key_lengths": np.array([4]), "out": out}
+    objects = [q, k, v, out, wrong, *options.values()]
     before = [sys.getrefcount(x) for x in objects]
     for _ in range(1000):
-        with pytest.raises(ValueError, match="Buffer dtype mismatch"):
-            backend.active.attend(q, k, wrong, out, 1.0, 1)
+        assert backend.active.attention(q, k, wrong, options, 1) is None
+        assert backend.active.attention(q, k, v, {**options, "bias": wrong}, 1) is None
+        assert backend.active.attention(q, k, v, options, 1) is out
     assert [sys.getrefcount(x) for x in objects] == before
 
 

@@ -103,9 +103,10 @@ cdef class CacheView:
     """The arrays of a KVCache, held ready for its calls.
 
     shape and table as in store_tokens; lengths and held_from (B,) are read and, by append and truncate, written;
-    writable (B,): tokens up to which an item's pages are there and its own. left, kept, capacity: window, sinks and capacity of
-    the cache, -1 for none; rotary: queries have positions even if nothing else asks for them. A view is good until the
-    cache replaces one of its arrays. What a method answers with False or None is for Python to convert or explain.
+    writable (B,): tokens up to which an item's pages are there and its own. left, kept, capacity: window, sinks and
+    capacity of the cache, -1 for none; rotary: queries have positions even if nothing else asks for them. A view is
+    good until the cache replaces one of its arrays. What a method answers with False or None is for Python to convert
+    or explain.
     """
     cdef Layout layout
     cdef const Py_ssize_t[:, ::1] table
@@ -238,6 +239,13 @@ cdef int take_pages(Call *call, CacheView view, q) except -1:
     return 1
 
 
+cdef inline bint is_one_or(value, Py_ssize_t items) except -1:
+    """Whether this is one integer for all items, or one for each: none that repeats."""
+    if type(value) is ndarray:
+        return value.ndim == 0 or value.size == items
+    return type(value) not in (list, tuple) or len(value) == items
+
+
 cdef int place_in_cache(Call *call, CacheView view) except -1:
     """Where the queries stand: the last tokens of each item, unless something else is said (KVCache.attend)."""
     cdef Job *job = &call.job
@@ -245,6 +253,8 @@ cdef int place_in_cache(Call *call, CacheView view) except -1:
     cdef Py_ssize_t b
     cdef bint asked
     if view.left >= 0 and call.windowed:
+        return 0
+    if call.given[KEY_LENGTHS] != NULL and not is_one_or(<object> call.given[KEY_LENGTHS], view.lengths.shape[0]):
         return 0
     fold_batch(&call.batch, &job.batch)         # from here on integers can be read item by item
     for b in range(view.lengths.shape[0]):

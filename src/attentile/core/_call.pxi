@@ -392,7 +392,7 @@ cdef int take_bias(Call *call, value) except -1:
 
 cdef int take_before(Call *call, value) except -1:
     """(m, l, o) of the same rows over other keys; see partial.py."""
-    cdef int part
+    cdef Py_ssize_t part
     cdef Py_buffer *view
     cdef Partial *before = &call.job.before
     if not isinstance(value, tuple) or len(<tuple> value) != 3:
