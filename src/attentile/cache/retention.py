@@ -216,7 +216,7 @@ class Held:
         return array
 
     def turned(self, x: ArrayLike, before: int, options: dict[str, Any]) -> Array | None:
-        """x rotated, if the quick ways take it: at the next tokens, or (before = -1) at the last ones."""
+        """x rotated, if a quick way takes it: at the next tokens, or (before = -1, with options of attend) the last."""
         if options and not _PLACING.isdisjoint(options):
             return None
         fits = type(x) is np.ndarray and x.dtype is self.dtype and x.ndim == 4 and x.size > 0
