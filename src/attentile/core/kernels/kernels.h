@@ -263,6 +263,12 @@ double at_exp2(double x);
 void at_mask_words(uint32_t* words, const char* const* rows, ptrdiff_t key_stride, ptrdiff_t n_rows, ptrdiff_t pitch,
                    ptrdiff_t keys);
 
+/* halves.c. float16 and bfloat16: exact to float, rounded once from it, to nearest even. n >= 0. */
+void at_widen_f16(float* to, const uint16_t* from, ptrdiff_t n);
+void at_widen_bf16(float* to, const uint16_t* from, ptrdiff_t n);
+void at_narrow_f16(uint16_t* to, const float* from, ptrdiff_t n);
+void at_narrow_bf16(uint16_t* to, const float* from, ptrdiff_t n);
+
 /* 1 if the keys that a row allows, row[j * key_stride] != 0 for j < keys, are one run: lo <= j < hi, or 0, 0 for none.
  * Else 0, and lo and hi stay as they are. keys >= 0. */
 int at_mask_run(const char* row, ptrdiff_t key_stride, ptrdiff_t keys, ptrdiff_t* lo, ptrdiff_t* hi);
