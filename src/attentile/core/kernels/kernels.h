@@ -18,6 +18,11 @@
  * the keys of a chunk of AT_CHUNK keys at absolute indices; chunks merge left to right. An excluded key adds an
  * exact 0 to each chain. ISAs with FMA therefore give equal bits; `generic` (no FMA) is within rounding of them.
  *
+ * UNFINISHED ROWS. What a row knows of the keys so far is m, l and o: with t = score * log2(e), m = max t, l = sum of
+ * exp2(t - m) and o = sum of exp2(t - m) * value; m = -inf, l = 0, o = 0 without a key. Chunks are merged into exactly
+ * this, so a row that goes on from what it knew after key AT_CHUNK * n runs the chain of one call over all keys, with its
+ * bits. A sink is applied when the row is finished. In Python this is Partial (partial.py).
+ *
  * ASSUMPTIONS, checked in Python and Cython, never here: sizes are positive unless said otherwise; scratch pointers
  * (qt, st, ot and the per-lane vectors) are aligned to AT_ALIGN and hold whole vectors; row pointers are aligned
  * to their element; the last axis of a row is contiguous unless a stride is given. Strides are in bytes.
