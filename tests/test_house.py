@@ -43,12 +43,12 @@ NEIGHBOURS = {
     ("cache", "positions"),
     ("inspection", "attention"),
 }
-FUNCTION_LINES, PARAMETERS, PYTHON_LINES = 60, 8, 7970
+FUNCTION_LINES, PARAMETERS, PYTHON_LINES = 60, 8, 7950
 
 # What breaks a rule today. An entry that is not true any more fails as an exception that is not listed does.
 KNOWN_PRIVATE: set[str] = set()
 KNOWN_PARAMETERS: set[str] = set()
-KNOWN_SKIPS = {"inspection/draw.py"}
+KNOWN_SKIPS: set[str] = set()
 
 
 def python_sources() -> dict[str, str]:
