@@ -6,7 +6,6 @@ The core's own check takes the values of most calls as they are; the others are 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any, Literal, Unpack, overload
 
 from numpy.typing import ArrayLike, NDArray
@@ -37,23 +36,8 @@ class AllOptions(Options, total=False):
 
 # Every option with its default, for those who take them on: explain(), KVCache, MultiHeadAttention.
 OPTIONS: dict[str, Any] = {**SCORE_OPTIONS, "return_lse": False, "return_weights": False, "out": None}
+_PARTIAL_OPTIONS = {name: default for name, default in SCORE_OPTIONS.items() if name != "sinks"}
 Yes = Literal[True]
-
-
-def _with_signature(options: dict[str, Any]) -> Callable[[Any], Any]:
-    """The options by name in help() and signature(); the call itself hands them on as they come."""
-
-    def signed(function: Any) -> Any:
-        given, types = inspect.signature(function), AllOptions.__annotations__
-        arrays = [p for p in given.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        named = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[name])
-            for name, default in options.items()
-        ]
-        function.__signature__ = given.replace(parameters=[*arrays, *named])
-        return function
-
-    return signed
 
 
 @overload
@@ -76,7 +60,6 @@ def attention(
 def attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Unpack[AllOptions]) -> Array | AttentionResult: ...
 
 
-@_with_signature(OPTIONS)
 def attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -> Array | AttentionResult:
     """Exact scaled dot-product attention, softmax(scale * q k^T + bias, over the allowed keys) v, in one fused pass.
 
@@ -120,7 +103,7 @@ def attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -> Array
     segments : array_like of int, shape (..., S), or a pair (..., L), (..., S), optional
         Packed sequences: a query sees the keys with its id. `segment_ids` makes ids from lengths.
     scale : float, optional
-        Any number whose product with log2(e) is finite in the arithmetic's dtype; default 1 / sqrt(D).
+        Default 1 / sqrt(D). Its product with log2(e) must be finite in the arithmetic's dtype.
     softcap : float, optional
         Positive: scores become softcap * tanh(score / softcap), before bias and masks.
     sinks : array_like of float, shape (Hq,), optional
@@ -128,12 +111,11 @@ def attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -> Array
     alibi_slopes : array_like of float, shape (Hq,), optional
         slope * abs(query position - key position) is subtracted from the scores (`alibi_slopes` gives the usual ones).
     score_mod : callable, optional
-        For experiments: scores = score_mod(scores, b, h, i, j) after every other change and before the masks, on tiles
-        of a head's scores. b counts the batch items, i (rows, 1) and j (1, S) are the query and key indices. A score
-        of -inf excludes the key, as a bias does. Runs in NumPy, an order of magnitude slower than everything else.
+        For experiments, in NumPy and ten times slower: scores = score_mod(scores, b, h, i, j) after every other change
+        and before the masks, on tiles of a head's scores. b counts the batch items, i (rows, 1) and j (1, S) are the
+        query and key indices. A score of -inf excludes the key.
     before : Partial, optional
-        Rows that have seen other keys already and go on with these (`attention_partial`); positions, key_lengths and so
-        on count the keys of this call.
+        Rows that have seen other keys already (`attention_partial`); positions, key_lengths and so on count these keys.
     return_lse : bool
         Also return the natural logarithm of the sum of exp of the scores, shape (..., Hq, L).
     return_weights : bool
@@ -152,11 +134,11 @@ def attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -> Array
     Raises
     ------
     TypeError
-        A mask that is not bool, a bias that is not floating, an unsupported dtype, a masked array, a window that is not
-        a pair.
+        A mask that is not bool, a bias that is not floating, an unsupported dtype, a masked array, a window that is no
+        pair.
     ValueError
-        Shapes that do not fit, D = 0, causal=True or a window where the positions of the queries are ambiguous, an
-        `out` that is read-only, overlaps itself or has another shape or dtype. Every check runs before any work.
+        Shapes that do not fit, D = 0, ambiguous positions of queries, an `out` that is read-only, overlaps itself or
+        has another shape or dtype. Every check runs before any work.
 
     Notes
     -----
@@ -181,11 +163,6 @@ def attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -> Array
         found = core.attention(q, k, v, options, get_num_threads())
         if found is not None:
             return AttentionResult(*found) if type(found) is tuple else found
-    return _converted(q, k, v, options)
-
-
-def _converted(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Array | AttentionResult:
-    """attention() of values that the core does not take as they are."""
     unknown_option("attention", options, OPTIONS.keys())
     threads = threads_for(options.get("num_threads"), "attention")
     scores, v = checked(q, k, v, options)
@@ -194,24 +171,16 @@ def _converted(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Array | Atten
     return outputs.finished()
 
 
-_PARTIAL_OPTIONS = {name: default for name, default in SCORE_OPTIONS.items() if name != "sinks"}
-
-
-@_with_signature(_PARTIAL_OPTIONS)
 def attention_partial(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -> Partial:
     """The rows of `attention` over some of their keys, unfinished: to go on with more keys, or to be merged.
 
     Parameters
     ----------
-    q, k, v : array_like
-        As in `attention`, shapes (..., Hq, L, D), (..., Hkv, S, D), (..., Hkv, S, Dv).
-    mask, bias, scale, softcap, alibi_slopes, score_mod, num_threads
-        As in `attention`.
+    q, k, v, mask, bias, scale, softcap, alibi_slopes, score_mod, before, num_threads
+        As in `attention`. There are no sinks: give them to the call that finishes the rows.
     causal, q_start, window, key_lengths, prefix_lengths, segments
-        As in `attention`, for these keys: key 0 is the first one given here, so q_start is the position of query 0 less
-        that of this key, and may be negative. There are no sinks: give them to the call that finishes the rows.
-    before : Partial, optional
-        What the rows know of other keys already.
+        As in `attention`, for these keys: q_start, the position of query 0 less that of the first key given here, may
+        be negative.
 
     Returns
     -------
@@ -245,3 +214,18 @@ def attention_partial(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) 
     dispatch.attend(scores, v, outputs, threads)
     assert outputs.partial is not None
     return outputs.partial
+
+
+def _name_options(function: Any, options: dict[str, Any]) -> None:
+    """Puts the options into help() and signature() by name; the call itself hands them on as they come."""
+    given, types = inspect.signature(function), AllOptions.__annotations__
+    arrays = [p for p in given.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    named = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[name])
+        for name, default in options.items()
+    ]
+    function.__signature__ = given.replace(parameters=[*arrays, *named])
+
+
+_name_options(attention, OPTIONS)
+_name_options(attention_partial, _PARTIAL_OPTIONS)

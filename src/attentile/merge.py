@@ -36,8 +36,8 @@ def merge_attention(parts: Iterable[Part] | Iterable[Partial]) -> AttentionResul
     Returns
     -------
     Partial, or AttentionResult(out, lse, None)
-        Of the kind of the parts, new arrays. out has the promoted dtype of the outs and lse that of the lses; the
-        arithmetic is at least float32.
+        Of the kind of the parts, new arrays, out and lse in the promoted dtypes of the parts; computed at least in
+        float32.
 
     Raises
     ------
@@ -52,16 +52,15 @@ def merge_attention(parts: Iterable[Part] | Iterable[Partial]) -> AttentionResul
 
     which is associative and commutative within rounding: the online softmax of Milakov and Gimelshein, "Online
     normalizer calculation for softmax", 2018, with values as in Dao et al., "FlashAttention", 2022. A row without keys
-    has out 0 and lse -inf and is the identity, bit for bit; whatever its out holds is not used. NaN in a part that has
-    keys shows in its rows. One part alone is copied.
+    (lse -inf) is the identity, bit for bit, whatever its out holds. NaN in a part that has keys shows in its rows. One
+    part alone is copied.
 
-    lse leaves the sinks of `attention` out, so a sink must be applied once, at the end: compute the parts without it,
-    merge, and multiply out by 1 / (1 + exp(sink - lse)), the share of the softmax that the sink leaves.
+    lse leaves sinks out: compute the parts without them, merge, and multiply out by 1 / (1 + exp(sink - lse)), the
+    share of the softmax that a sink leaves.
 
-    The weight of an (out, lse) is known as exactly as its lse, one number of limited precision: where all scores of a
-    row are large (a bias of -1e30 on every key, say), the logarithm of the number of keys is lost in it, and the parts'
-    shares are. A Partial keeps largest score and sum apart and loses nothing; to merge some is m = max m_i and the sums
-    of 2^(m_i - m) l_i and 2^(m_i - m) o_i.
+    Where all scores of a row are large (a bias of -1e30 on every key, say), lse loses the logarithm of the number of
+    keys, and with it the parts' shares. A Partial keeps largest score and sum apart and loses nothing: the sums of
+    2^(m_i - m) l_i and 2^(m_i - m) o_i go with m = max m_i.
 
     Examples
     --------
@@ -111,8 +110,7 @@ def _merged(parts: list[Any]) -> Partial:
                     f"{first.shape} and {first.dtype}; they must be equal"
                 )
     m = np.maximum.reduce([part.m for part in parts])
-    total = np.zeros_like(parts[0].l)
-    o = np.zeros_like(parts[0].o)
+    total, o = np.zeros_like(parts[0].l), np.zeros_like(parts[0].o)
     with np.errstate(all="ignore"):
         for part in parts:
             share = np.where(np.isneginf(part.m), 0, np.exp2(part.m - m)).astype(m.dtype)
@@ -129,15 +127,11 @@ def _checked(pairs: list[Any]) -> tuple[list[Array], list[Array]]:
         if pair[0] is None or pair[1] is None:
             raise TypeError(f"merge_attention: part {i} has no lse; call attention with return_lse=True")
         out, lse = np.asarray(pair[0]), np.asarray(pair[1])
+        has = f"merge_attention: part {i} has out {out.shape}"
         if out.ndim < 2 or lse.shape != out.shape[:-1]:
-            raise ValueError(
-                f"merge_attention: part {i} has out {out.shape} and lse {lse.shape}; they must be (..., L, Dv) "
-                "and (..., L)"
-            )
+            raise ValueError(f"{has} and lse {lse.shape}; they must be (..., L, Dv) and (..., L)")
         outs.append(out)
         lses.append(lse)
         if out.shape != outs[0].shape:
-            raise ValueError(
-                f"merge_attention: part {i} has out {out.shape} and part 0 has {outs[0].shape}; they must be equal"
-            )
+            raise ValueError(f"{has} and part 0 has {outs[0].shape}; they must be equal")
     return outs, lses

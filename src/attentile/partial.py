@@ -20,7 +20,7 @@ class Partial(NamedTuple):
         m = max t        l = sum of 2^(t - m)        o = sum of 2^(t - m) v
 
     so that the output is o / l and lse = (m + log2 l) ln 2. A row that has seen no key has m = -inf, l = 0, o = 0. No
-    sink is in it: one is applied when the row is finished.
+    sink is in it.
 
     Attributes
     ----------
@@ -33,10 +33,9 @@ class Partial(NamedTuple):
 
     Notes
     -----
-    A row that goes on (``attention(..., before=partial)``) after a multiple of 256 keys runs the very operations that
-    it would run in one call over all keys, and has its bits. Rows of any other length, and rows that `merge_attention`
-    joins, are exact to rounding. Online softmax: Milakov and Gimelshein, "Online normalizer calculation for softmax",
-    2018.
+    A row that goes on (``attention(..., before=partial)``) after a multiple of 256 keys has the bits of one call over
+    all keys. Rows of any other length, and those that `merge_attention` joins, are exact to rounding. Online softmax:
+    Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
 
     Examples
     --------
@@ -57,12 +56,10 @@ class Partial(NamedTuple):
     def lse(self) -> Array:
         """Natural logarithm of the sum of exp of the scores so far, (..., Hq, L)."""
         with np.errstate(divide="ignore", invalid="ignore"):
-            found: Array = (self.m + np.log2(self.l)) / self.m.dtype.type(LOG2E)
-        return found
+            return np.asarray((self.m + np.log2(self.l)) / self.m.dtype.type(LOG2E))
 
     @property
     def out(self) -> Array:
         """The output if no further key came, (..., Hq, L, Dv); 0 for a row that has seen none."""
         with np.errstate(divide="ignore", invalid="ignore"):
-            found: Array = np.where(self.l[..., None] == 0, 0, self.o / self.l[..., None]).astype(self.o.dtype)
-        return found
+            return np.where(self.l[..., None] == 0, 0, self.o / self.l[..., None]).astype(self.o.dtype)
