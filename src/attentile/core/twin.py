@@ -150,12 +150,6 @@ def _final_total(rows: _Rows, allowed: Array, sink: Any) -> Array:
     return total.astype(rows.total.dtype)
 
 
-def _from_base_2(partial: Any, h: tuple[Any, ...]) -> _Rows:
-    """The rows h of a Partial."""
-    top = partial.m[h][:, None]
-    return _Rows((top / top.dtype.type(LOG2E)), partial.l[h][:, None], partial.o[h])
-
-
 def _write(outputs: Any, at: tuple[Any, ...], rows: _Rows, weights: Array, allowed: Array, sink: Any) -> None:
     """Everything that is wanted of one tile; at: its place in the results."""
     with np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore"):
@@ -179,7 +173,10 @@ def attend(scores: Any, v: Array, outputs: Any, threads: int) -> None:
     for b, item, h, rows in tiles:
         tile, allowed = tiles.tile(b, item, h, rows)
         at = (rows,) if scores.drop else (*item, h, rows)
-        before = None if scores.before is None else _from_base_2(scores.before, at)
+        before = None
+        if scores.before is not None:  # a Partial, which counts in powers of 2
+            m, l, o = (array[at] for array in scores.before)  # noqa: E741
+            before = _Rows(m[:, None] / m.dtype.type(LOG2E), l[:, None], o)
         found, weights = _weigh(tile, allowed, v[item][h // tiles.group], before)
         _write(outputs, at, found, weights, allowed, None if scores.sinks is None else scores.sinks[h])
 

@@ -238,12 +238,9 @@ def _why_copied(name: str, value: Any, used: Array, scores: Scores) -> Iterator[
 
 def _output_bytes(call: _Call) -> int:
     scores = call.scores
-    total: int = math.prod(call.shape) * scores.dtype.itemsize
-    if call.given.get("return_lse"):
-        total += math.prod(call.shape[:-1]) * scores.compute.itemsize
-    if call.given.get("return_weights"):
-        total += math.prod(scores.shape) * scores.dtype.itemsize
-    return total
+    lse = math.prod(call.shape[:-1]) if call.given.get("return_lse") else 0
+    weights = math.prod(scores.shape) if call.given.get("return_weights") else 0
+    return int((math.prod(call.shape) + weights) * scores.dtype.itemsize + lse * scores.compute.itemsize)
 
 
 # ---- notes ----
