@@ -2,7 +2,7 @@
 
     attention(q, k, v, **options)
         the core's own check (core/_call.pxi) takes what it can use as it is, and that is all for most calls
-        else  Scores.of(...)        every check again, to explain; or the values converted to what the core takes
+        else  checked(...)          every check again, to explain; or the values converted to what the core takes
               attend(scores, v, outputs)      the core, or the twin, see dispatch.py
 
 A `Scores` is checked and settled: arrays of one dtype, native, aligned, the last axis contiguous, batch axes that
