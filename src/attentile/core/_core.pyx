@@ -133,7 +133,7 @@ def read_plainly(const float[::1] data, int threads):
 
 def constants():
     """The numbers of kernels.h that constants.py repeats, by their names there."""
-    return {"ALIGN": AT_ALIGN, "CHUNK": AT_CHUNK, "LOG2E": LOG2E, "PANEL": AT_PANEL, "WORD": AT_WORD}
+    return {"ALIGN": AT_ALIGN, "CHUNK": AT_CHUNK, "LOG2E": LOG2E, "PANEL": AT_PANEL}
 
 
 def compiler():
