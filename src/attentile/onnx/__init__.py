@@ -1,11 +1,7 @@
-"""The ONNX operator Attention (opsets 23, 24, 25) with its own semantics, by the fused pass, and those around it::
+"""The ONNX operator Attention (opsets 23, 24, 25) with its own semantics, by the fused pass, and those around it.
 
-    attention(Q, K, V, ...)       the operator as a function; needs NumPy only
-    rotary_embedding(X, ...)      RotaryEmbedding (opset 23), likewise
-    tensor_scatter(cache, ...)    TensorScatter (opset 24), likewise
-    Attention, RotaryEmbedding, TensorScatter, operators()
-                                  the operators as classes for the package onnx,
-                                  for its onnx.reference.ReferenceEvaluator
+attention(), rotary_embedding() and tensor_scatter() need NumPy only. operators() gives them as classes for the package
+onnx and its onnx.reference.ReferenceEvaluator: Attention, RotaryEmbedding (opset 23), TensorScatter (opset 24).
 
 What Attention leaves to a runtime, or where its description and its reference implementation differ:
 
@@ -17,11 +13,9 @@ What Attention leaves to a runtime, or where its description and its reference i
   broadcast, in the reference implementation and in the function body of opset 25.
 * qk_matmul_output_mode 0 is before softcap and mode 1 after it, as described and in the function body. The reference
   implementation of onnx 1.23 gives the capped scores in mode 0 too.
-* q_num_heads and kv_num_heads of 4-D inputs are accepted if they agree with the shapes; opset 25 wants them left out.
 * An excluded key is not used, even if it or its value is NaN, where adding -inf to its score would give NaN.
 * float16 and bfloat16 are computed in float32 and rounded once, where the function body rounds after every step.
-* softmax_precision is a lower bound: DOUBLE makes the whole computation float64, the others are met by the arithmetic
-  as it is. A precision below that of the inputs is not imitated.
+* A softmax_precision below that of the inputs is not imitated.
 """
 
 from __future__ import annotations
@@ -40,8 +34,7 @@ from ..masks import structure
 from ..outputs import AttentionResult
 from ..scores import Window
 from ..storage import rounded
-from .inputs import choice, integers, split_heads
-from .operators import rotary_embedding, tensor_scatter
+from .operators import choice, integers, rotary_embedding, split_heads, tensor_scatter
 
 __all__ = ["AttentionOutputs", "attention", "operators", "rotary_embedding", "tensor_scatter"]
 
@@ -248,7 +241,7 @@ def attention(
     softcap : float
         As in `attentile.attention`; 0 = no cap.
     softmax_precision : {1, 10, 11, 16}, optional
-        TensorProto.DataType of the softmax, taken as a lower bound: 11 (DOUBLE) computes all in float64.
+        TensorProto.DataType of the softmax, a lower bound: 11 (DOUBLE) computes all in float64, others change nothing.
     return_qk : bool
         Whether qk_matmul_output is asked for. Modes 0 to 2 then compute the scores a second time, in NumPy.
     num_threads : int, optional
