@@ -96,6 +96,7 @@ def _given_positions(positions: Any, lead: tuple[int, ...], rows: int) -> Array:
 
 
 def places_of(positions: Any, lead: tuple[int, ...], rows: int) -> Places:
+    """The checked positions of rows with these batch axes."""
     if positions is None:
         return Places(0, None, 0, rows - 1)
     if type(positions) is int and 0 <= positions <= _FARTHEST - rows:
