@@ -215,9 +215,9 @@ def tensor_scatter(
     if past.dtype != new.dtype:
         raise TypeError(f"{_SCATTER}: past_cache has dtype {past.dtype} and update {new.dtype}; make them equal")
     along = _cache_axis(past, new, axis)
-    batch, size, length = len(past), past.shape[along], new.shape[along]
-    given = np.zeros(batch, np.intp) if write_indices is None else write_indices
-    starts = integers(_SCATTER, "write_indices", given, (batch,), "batch item")
+    size, length = past.shape[along], new.shape[along]
+    given = np.zeros(len(past), np.intp) if write_indices is None else write_indices
+    starts = integers(_SCATTER, "write_indices", given, past.shape[:1], "batch item")
     if mode == "linear" and ((starts < 0) | (starts > size - length)).any():
         raise ValueError(
             f"{_SCATTER}: write_indices run from {starts.min()} to {starts.max()}; in linear mode they must lie "
