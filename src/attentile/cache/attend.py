@@ -61,7 +61,8 @@ def _place(held: Held, rows: int, options: dict[str, Any]) -> tuple[Index, dict[
         raise TypeError(f"KVCache.attend: no option is named {', '.join(unknown)}; use {', '.join(sorted(OPTIONS))}")
     if held.window is not None and options.get("window") is not None:
         raise ValueError(f"KVCache.attend: window= was given and the cache has window={held.window}; leave it out")
-    given, valid, longest = options.get("q_start"), held.lengths, held.length
+    given = options.get("q_start")
+    valid, longest = held.lengths, held.length
     if options.get("key_lengths") is not None:
         valid = between("KVCache.attend", "key_lengths", options["key_lengths"], valid, "the lengths of the items")
     causal = check_causal(options.get("causal", "lower_right" if given is None else True))

@@ -173,7 +173,8 @@ class PageTable:
         kept_first nor at or after held_from are given up. All or nothing: no page of the table loses a reference or a
         token before the new table stands, so what breaks in before (an exception, a signal) costs at most unused pages.
         """
-        pool, size, columns = self.pool, self.pool.page_keys, self.table.shape[1]
+        pool = self.pool
+        size, columns = pool.page_keys, self.table.shape[1]
         ends = np.where(counts > 0, starts + counts, 0)
         needed = -(-int(ends.max(initial=0)) // size)
         if needed > columns:  # doubled, so that a long life costs few copies of the table

@@ -123,14 +123,17 @@ cdef void read_slice(void *reading_pointer, Py_ssize_t index, int slot) noexcept
 def read_plainly(const float[::1] data, int threads):
     """Reads an array as the pass reads keys and values, in tasks of 64 KiB; time it to get the bandwidth."""
     cdef Reading reading
-    reading.tiles, reading.data, reading.n, reading.slice_ = active.f32, &data[0], data.shape[0], 1 << 14
+    reading.tiles = active.f32
+    reading.data = &data[0]
+    reading.n = data.shape[0]
+    reading.slice_ = 1 << 14
     with nogil:
         at_pool_run(read_slice, &reading, (reading.n + reading.slice_ - 1) // reading.slice_, threads)
 
 
 def constants():
     """The numbers of kernels.h that constants.py repeats, by their names there."""
-    return {"ALIGN": AT_ALIGN, "CHUNK": AT_CHUNK, "LOG2E": LOG2E, "PANEL": AT_PANEL, "WORD": AT_WORD}
+    return {"ALIGN": AT_ALIGN, "CHUNK": AT_CHUNK, "LOG2E": LOG2E, "PANEL": AT_PANEL}
 
 
 def compiler():

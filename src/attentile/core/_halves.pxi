@@ -58,7 +58,9 @@ cdef object half_results(q, k, v, dict options, int threads):
     cdef bint brain = dtype is not float16
     if brain and (dtype.itemsize != 2 or dtype.name != "bfloat16"):
         return None
-    q, k, v = widened(q, brain), widened(k, brain), widened(v, brain)
+    q = widened(q, brain)
+    k = widened(k, brain)
+    v = widened(v, brain)
     if q is None or k is None or v is None:
         return None
     found = attention(q, k, v, options, threads)
