@@ -33,9 +33,6 @@ class Places(NamedTuple):
     largest: int
 
 
-# ---- checks ----
-
-
 def _rotary_dim(rotary_dim: Any, width: int, fraction: float | None = None) -> int:
     """Number of elements that are turned."""
     dim = width if fraction is None else int(width * fraction)
@@ -63,8 +60,18 @@ def _plain(array: Array, dtype: type) -> Array:
     return np.require(array, dtype, ("C", "A"))
 
 
-def _given_positions(positions: Any, lead: tuple[int, ...], rows: int) -> Array:
-    """An array of positions as int64 (1 or items, L)."""
+def places_of(positions: Any, lead: tuple[int, ...], rows: int) -> Places:
+    """The positions of x, whose axes before H are `lead`."""
+    if positions is None:
+        return Places(0, None, 0, rows - 1)
+    if isinstance(positions, (int, np.integer)) or (isinstance(positions, np.ndarray) and positions.ndim == 0):
+        first = integer(NAME, "positions", positions if not isinstance(positions, np.ndarray) else positions[()])
+        if not -_FARTHEST <= first <= first + max(rows - 1, 0) <= _FARTHEST:
+            raise ValueError(
+                f"{NAME}: positions={first} puts {rows} rows at positions up to {first + rows - 1}; they "
+                "must stay within -2**50 and 2**50"
+            )
+        return Places(first, None, first, first + rows - 1)
     array = np.asarray(positions)
     if array.dtype.kind not in "iu" and not (array.size == 0 and isinstance(positions, (list, tuple))):
         raise TypeError(f"{NAME}: positions has dtype {array.dtype}; positions must be integers (.astype(np.int64))")
@@ -85,24 +92,8 @@ def _given_positions(positions: Any, lead: tuple[int, ...], rows: int) -> Array:
             f"{NAME}: positions run from {array.min()} to {array.max()}; they must stay within -2**50 and 2**50"
         )
     one = array.size == rows  # all items share it
-    return _plain(array.reshape(1, rows) if one else shaped.reshape(-1, rows), np.int64)
-
-
-def places_of(positions: Any, lead: tuple[int, ...], rows: int) -> Places:
-    if positions is None:
-        return Places(0, None, 0, rows - 1)
-    if type(positions) is int and 0 <= positions <= _FARTHEST - rows:
-        return Places(positions, None, positions, positions + rows - 1)
-    if isinstance(positions, (int, np.integer)) or (isinstance(positions, np.ndarray) and positions.ndim == 0):
-        first = integer(NAME, "positions", positions if not isinstance(positions, np.ndarray) else positions[()])
-        if not -_FARTHEST <= first <= first + max(rows - 1, 0) <= _FARTHEST:
-            raise ValueError(
-                f"{NAME}: positions={first} puts {rows} rows at positions up to {first + rows - 1}; they "
-                "must stay within -2**50 and 2**50"
-            )
-        return Places(first, None, first, first + rows - 1)
-    array = _given_positions(positions, lead, rows)
-    return Places(0, array, int(array.min(initial=_FARTHEST)), int(array.max(initial=-_FARTHEST)))
+    at = _plain(array.reshape(1, rows) if one else shaped.reshape(-1, rows), np.int64)
+    return Places(0, at, int(at.min(initial=_FARTHEST)), int(at.max(initial=-_FARTHEST)))
 
 
 # ---- what turns the pairs ----
@@ -246,9 +237,6 @@ def _rotate(x: Array, out: Array, compute: np.dtype[Any], turn: Turn, places: Pl
         _rotate_half(_four_axes(_apart(x, out)), target, run, turn, places, threads)
     if not direct:
         out[...] = target.reshape(out.shape)
-
-
-# ---- the function ----
 
 
 def rotary_embedding(

@@ -89,18 +89,22 @@ _READERS: dict[str, tuple[Callable[..., Any], *tuple[float, ...]]] = {
 }
 
 
-def _differ(a: float, b: float) -> bool:
-    return not math.isclose(a, b, rel_tol=1e-6)
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise ValueError(f"{NAME}: scaling {otherwise}")
+
+
+def _alike(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=1e-6)
 
 
 def _check_dynamic(values: dict[str, Any]) -> None:
     trained = {values[key] for key in (_TRAINED, _REACHED) if key in values}
-    if len(trained) != 1:
-        found = "has neither" if not trained else "has different"
-        raise ValueError(
-            f"{NAME}: scaling of type 'dynamic' {found} {_TRAINED!r} and {_REACHED!r}; one of them must "
-            "give the length that the model was trained with"
-        )
+    _require(
+        len(trained) == 1,
+        f"of type 'dynamic' has {'different' if trained else 'neither'} {_TRAINED!r} and {_REACHED!r}; one of them "
+        "must give the length that the model was trained with",
+    )
     values.setdefault(_TRAINED, trained.pop())
 
 
@@ -108,62 +112,48 @@ def _check_reached(kind: str, values: dict[str, Any]) -> None:
     """Settles the factor, which the two lengths may give instead."""
     if _REACHED in values:
         ratio = values[_REACHED] / values[_TRAINED]
-        if "factor" in values and _differ(ratio, values["factor"]):
-            raise ValueError(
-                f"{NAME}: scaling of type {kind!r} has factor {values['factor']} and lengths whose ratio is "
-                f"{ratio}; leave out {_REACHED!r}, or make them agree"
-            )
-        values.setdefault("factor", ratio)
+        factor = values.setdefault("factor", ratio)
+        _require(
+            _alike(ratio, factor),
+            f"of type {kind!r} has factor {factor} and lengths whose ratio is {ratio}; leave out {_REACHED!r}, or make "
+            "them agree",
+        )
 
 
 def _check_yarn(values: dict[str, Any]) -> None:
     _check_reached("yarn", values)
-    if "factor" not in values:
-        raise ValueError(f"{NAME}: scaling of type 'yarn' needs 'factor' or {_REACHED!r}")
+    _require("factor" in values, f"of type 'yarn' needs 'factor' or {_REACHED!r}")
     fast, slow = values.setdefault("beta_fast", 32.0), values.setdefault("beta_slow", 1.0)
-    if fast < slow:
-        raise ValueError(
-            f"{NAME}: scaling has beta_fast {fast} and beta_slow {slow}; beta_fast must not be the smaller"
-        )
-    if ("mscale" in values) != ("mscale_all_dim" in values):
-        raise ValueError(f"{NAME}: scaling has only one of 'mscale' and 'mscale_all_dim'; give both or none")
+    _require(fast >= slow, f"has beta_fast {fast} and beta_slow {slow}; beta_fast must not be the smaller")
+    both = "mscale" in values
+    _require(both == ("mscale_all_dim" in values), "has only one of 'mscale' and 'mscale_all_dim'; give both or none")
 
     def magnitude(weight: float) -> float:
         return 0.1 * weight * math.log(values["factor"]) + 1.0 if values["factor"] > 1 else 1.0
 
-    if "mscale" in values:
-        found = magnitude(values["mscale"]) / magnitude(values["mscale_all_dim"])
-        if _differ(values.setdefault("attention_factor", found), found):
-            raise ValueError(
-                f"{NAME}: scaling has attention_factor {values['attention_factor']}, and 'mscale' and "
-                f"'mscale_all_dim' give {found}; leave out one of the two"
-            )
-    values.setdefault("attention_factor", magnitude(1.0))
+    found = magnitude(values["mscale"]) / magnitude(values["mscale_all_dim"]) if both else magnitude(1.0)
+    given = values.setdefault("attention_factor", found)
+    _require(
+        _alike(given, found) or not both,
+        f"has attention_factor {given}, and 'mscale' and 'mscale_all_dim' give {found}; leave out one of the two",
+    )
 
 
 def _check_longrope(values: dict[str, Any]) -> None:
     _check_reached("longrope", values)
-    if ("short_mscale" in values) != ("long_mscale" in values):
-        raise ValueError(f"{NAME}: scaling has only one of 'short_mscale' and 'long_mscale'; give both or none")
-    if "short_mscale" in values:
-        if "attention_factor" in values:
-            raise ValueError(
-                f"{NAME}: scaling has 'attention_factor' and 'short_mscale', 'long_mscale'; leave out the "
-                "one or the others"
-            )
-    elif "attention_factor" not in values:
-        if "factor" not in values:
-            raise ValueError(f"{NAME}: scaling of type 'longrope' needs 'attention_factor', 'factor' or {_REACHED!r}")
+    both = "short_mscale" in values
+    _require(both == ("long_mscale" in values), "has only one of 'short_mscale' and 'long_mscale'; give both or none")
+    if "attention_factor" in values:
+        _require(not both, "has 'attention_factor' and 'short_mscale', 'long_mscale'; leave out the one or the others")
+    elif not both:
+        _require("factor" in values, f"of type 'longrope' needs 'attention_factor', 'factor' or {_REACHED!r}")
         growth = math.log(max(values["factor"], 1.0)) / math.log(values[_TRAINED])
         values["attention_factor"] = math.sqrt(1 + growth)
 
 
 def _check_llama3(values: dict[str, Any]) -> None:
     low, high = values["low_freq_factor"], values["high_freq_factor"]
-    if low >= high:
-        raise ValueError(
-            f"{NAME}: scaling has low_freq_factor {low} and high_freq_factor {high}; the second must be the larger"
-        )
+    _require(low < high, f"has low_freq_factor {low} and high_freq_factor {high}; the second must be the larger")
 
 
 # kind -> keys it needs, keys it may have (those of _ALWAYS go with each), what checks and completes the values.
