@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from functools import lru_cache
 from typing import Any
 
@@ -17,7 +18,8 @@ def alibi_slopes(n_heads: int) -> Array:
     """Slopes of ALiBi for `attention(alibi_slopes=...)`.
 
     For n a power of two: 2^(-8 / n), 2^(-16 / n), ..., 2^-8. Else the slopes of the largest power of two below,
-    followed by every second one of the next power of two.
+    followed by every second one of the next power of two. Rule: Press, Smith, Lewis, "Train Short, Test Long", 2022,
+    and the authors' code for other head counts.
 
     Parameters
     ----------
@@ -33,10 +35,6 @@ def alibi_slopes(n_heads: int) -> Array:
     TypeError, ValueError
         If n_heads is not a positive integer.
 
-    Notes
-    -----
-    Rule: Press, Smith, Lewis, "Train Short, Test Long", 2022, and the authors' code for other head counts.
-
     Examples
     --------
     >>> from attentile import alibi_slopes
@@ -49,8 +47,6 @@ def alibi_slopes(n_heads: int) -> Array:
     between = np.exp2(-4.0 / power * np.arange(1, 2 * (heads - power), 2))
     return np.concatenate([whole, between])
 
-
-# ---- relative-position bias as strided views ----
 
 _FAR = 2**60  # a position is clipped to it, so that sums cannot wrap; tables end long before
 
@@ -83,7 +79,9 @@ def relative_bias(table: ArrayLike, queries: int, keys: int, *, q_start: int = 0
     """Bias that depends on the distance of key and query only, for `attention(bias=...)`, in O(H (L + S)) memory.
 
     Query i stands at position q_start + i, key j at j; entry [h, i, j] is
-    ``table[h, clip(j - (q_start + i), -m, m) + m]``, with m the largest distance that the table knows.
+    ``table[h, clip(j - (q_start + i), -m, m) + m]``, with m the largest distance that the table knows. Formula: Shaw,
+    Uszkoreit, Vaswani, "Self-Attention with Relative Position Representations", 2018, section 3.2, with one number per
+    head and distance as in Raffel et al., 2020, section 2.1.
 
     Parameters
     ----------
@@ -106,11 +104,6 @@ def relative_bias(table: ArrayLike, queries: int, keys: int, *, q_start: int = 0
         If table is not floating, or queries, keys or q_start not an integer.
     ValueError
         If table has not two axes or an even number of columns, or queries or keys is negative.
-
-    Notes
-    -----
-    Formula: Shaw, Uszkoreit, Vaswani, "Self-Attention with Relative Position Representations", 2018, section 3.2
-    (clipped distances), with one number per head and distance as in Raffel et al., 2020, section 2.1.
 
     Examples
     --------
@@ -144,16 +137,13 @@ def _bucket_starts(buckets: int, max_distance: int) -> Array:
     starts = list(range(1, exact + 1))
     for t in range(1, share):
         bound = max_distance**t * exact ** (share - t)
-        low, high = starts[-1], max_distance
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if middle**share >= bound else (middle + 1, high)
-        starts.append(low)
+        starts.append(bisect_left(range(max_distance), bound, lo=starts[-1], key=lambda n: n**share))
     return np.array(starts)
 
 
-def _check_buckets(function: str, num_buckets: Any, max_distance: Any, bidirectional: bool) -> tuple[int, int]:
-    """(buckets of one direction, max_distance)."""
+def _buckets(
+    function: str, distances: Array, num_buckets: Any, max_distance: Any, bidirectional: bool
+) -> NDArray[np.intp]:
     buckets = positive_index(function, "num_buckets", num_buckets)
     reach = positive_index(function, "max_distance", max_distance)
     if buckets < 2 or (bidirectional and (buckets < 4 or buckets % 2)):
@@ -165,7 +155,10 @@ def _check_buckets(function: str, num_buckets: Any, max_distance: Any, bidirecti
             f"{function}: max_distance is {reach}; it must be larger than {buckets // 2}, the distances that have a "
             "bucket of their own, and at most 2**60"
         )
-    return buckets, reach
+    away = np.clip(distances, -reach, reach)
+    size = np.abs(away) if bidirectional else np.maximum(-away, 0)
+    found: NDArray[np.intp] = np.searchsorted(_bucket_starts(buckets, reach), size, side="right")
+    return found + buckets * (away > 0) if bidirectional else found
 
 
 def t5_buckets(
@@ -174,7 +167,8 @@ def t5_buckets(
     """Bucket of each key - query distance in T5's relative-position bias.
 
     Half of the buckets of a direction hold one distance each, the others ranges that grow as a logarithm up to
-    max_distance; the last one holds everything beyond.
+    max_distance; the last one holds everything beyond. Rule: Raffel et al., "Exploring the Limits of Transfer Learning
+    with a Unified Text-to-Text Transformer", 2020, section 2.1, and the authors' code; boundaries without rounding.
 
     Parameters
     ----------
@@ -183,10 +177,8 @@ def t5_buckets(
     bidirectional : bool, optional
         True (encoder): the second half of the buckets is for keys after the query. False (decoder): those all fall into
         bucket 0.
-    num_buckets : int, optional
-        Buckets of both directions together.
-    max_distance : int, optional
-        From here on the last bucket is used at the latest.
+    num_buckets, max_distance : int, optional
+        Buckets of both directions together; the distance from which on the last one is used at the latest.
 
     Returns
     -------
@@ -200,31 +192,18 @@ def t5_buckets(
     ValueError
         If num_buckets or max_distance is too small, or num_buckets odd with bidirectional.
 
-    Notes
-    -----
-    Rule: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", 2020,
-    section 2.1, and the authors' code; boundaries without rounding.
-
     Examples
     --------
     >>> from attentile import t5_buckets
     >>> t5_buckets([-128, -8, -1, 0, 1, 8, 128])
     array([15,  8,  1,  0, 17, 24, 31])
     """
-    buckets, reach = _check_buckets("t5_buckets", num_buckets, max_distance, bidirectional)
     array = np.asarray(distances)
     if array.dtype.kind not in "iu" and array.size:
         raise TypeError(f"t5_buckets: distances has dtype {array.dtype}; it must be integers (key - query)")
     if array.dtype.kind == "u":
-        array = np.minimum(array.astype(np.uint64), np.uint64(reach))  # must not wrap to negative ones
-    return _buckets(array.astype(np.intp), buckets, reach, bidirectional)
-
-
-def _buckets(distances: Array, buckets: int, reach: int, bidirectional: bool) -> NDArray[np.intp]:
-    away = np.clip(distances, -reach, reach)
-    size = np.abs(away) if bidirectional else np.maximum(-away, 0)
-    found: NDArray[np.intp] = np.searchsorted(_bucket_starts(buckets, reach), size, side="right")
-    return found + buckets * (away > 0) if bidirectional else found
+        array = np.minimum(array.astype(np.uint64), np.uint64(_FAR))  # must not wrap to negative ones
+    return _buckets("t5_buckets", array.astype(np.intp), num_buckets, max_distance, bidirectional)
 
 
 def t5_bias(
@@ -267,5 +246,5 @@ def t5_bias(
     """
     rows, columns, distances = _distances("t5_bias", queries, keys, q_start)
     array = _table("t5_bias", table, "(num_buckets, heads)")
-    buckets, reach = _check_buckets("t5_bias", array.shape[0], max_distance, bidirectional)
-    return _along_diagonals(array.T[:, _buckets(distances, buckets, reach, bidirectional)], rows, columns)
+    buckets = _buckets("t5_bias", distances, array.shape[0], max_distance, bidirectional)
+    return _along_diagonals(array.T[:, buckets], rows, columns)

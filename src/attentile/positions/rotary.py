@@ -64,6 +64,8 @@ def places_of(positions: Any, lead: tuple[int, ...], rows: int) -> Places:
     """The positions of x, whose axes before H are `lead`."""
     if positions is None:
         return Places(0, None, 0, rows - 1)
+    if type(positions) is int and 0 <= positions <= _FARTHEST - rows:  # at every token of a decoder
+        return Places(positions, None, positions, positions + rows - 1)
     if isinstance(positions, (int, np.integer)) or (isinstance(positions, np.ndarray) and positions.ndim == 0):
         first = integer(NAME, "positions", positions if not isinstance(positions, np.ndarray) else positions[()])
         if not -_FARTHEST <= first <= first + max(rows - 1, 0) <= _FARTHEST:
@@ -256,7 +258,10 @@ def rotary_embedding(
 
     With angle = position * base**(-2i / rotary_dim) a pair (a, b) becomes
     ``(a cos(angle) - b sin(angle), b cos(angle) + a sin(angle))``, so that the product of a query at m and a key at n
-    depends on m - n only. Angles have twice the digits of float64, the arithmetic is float64 and rounded once.
+    depends on m - n only. Angles have twice the digits of float64, the arithmetic is float64 and rounded once. The bits
+    of a row depend on its values and its position, and on nothing else (batch, L, layout, threads, AVX2 or AVX-512);
+    with dynamic and longrope also on the length. Formula: Su et al., "RoFormer", 2021, section 3.4.2; of the scaling:
+    Peng et al., "YaRN", 2023; Ding et al., "LongRoPE", 2024; Grattafiori et al., "The Llama 3 Herd", 2024.
 
     Parameters
     ----------
@@ -300,12 +305,6 @@ def rotary_embedding(
     IndexError
         A position without a row in the tables. As with every error, nothing has been written then.
 
-    Notes
-    -----
-    The bits of a row depend on its values and its position, and on nothing else (batch, L, layout, threads, AVX2 or
-    AVX-512); with dynamic and longrope also on the length. Formula: Su et al., "RoFormer", 2021, section 3.4.2; of the
-    scaling: Peng et al., "YaRN", 2023; Ding et al., "LongRoPE", 2024; Grattafiori et al., "The Llama 3 Herd", 2024.
-
     Examples
     --------
     >>> import numpy as np
@@ -339,16 +338,18 @@ def rotary_embedding(
         out = np.empty(array.shape, dtype)
     else:
         check_out(NAME, out, array.shape, dtype)
-        turn = turn._replace(cosines=_not_in(out, turn.cosines), sines=_not_in(out, turn.sines))
-        places = places._replace(array=_not_in(out, places.array))
+        if turn.cosines is not None and turn.sines is not None:
+            turn = turn._replace(cosines=_not_in(out, turn.cosines), sines=_not_in(out, turn.sines))
+        if places.array is not None:
+            places = places._replace(array=_not_in(out, places.array))
     if out.size:
         _rotate(array, out, compute, turn, places)
     return out
 
 
-def _not_in(out: Array, table: Array | None) -> Array | None:
+def _not_in(out: Array, table: Array) -> Array:
     """The table, or a copy of it if writing to out could change it."""
-    return table.copy() if table is not None and np.may_share_memory(out, table) else table
+    return table.copy() if np.may_share_memory(out, table) else table
 
 
 def settled_options(options: Mapping[str, Any], width: int) -> tuple[Any, ...]:

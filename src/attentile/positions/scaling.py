@@ -36,6 +36,7 @@ Values = tuple[tuple[str, Any], ...]
 NAME = "rotary_embedding"  # in errors
 DEFAULT_BASE = 10000.0
 _PI = "3.14159265358979323846264338327950288419716939937510582097494459230781640628620900"
+_SAME = 1e-6  # relative difference of numbers that were rounded for a configuration file
 _TRAINED, _REACHED = "original_max_position_embeddings", "max_position_embeddings"
 
 
@@ -94,10 +95,6 @@ def _require(holds: bool, otherwise: str) -> None:
         raise ValueError(f"{NAME}: scaling {otherwise}")
 
 
-def _alike(a: float, b: float) -> bool:
-    return math.isclose(a, b, rel_tol=1e-6)
-
-
 def _check_dynamic(values: dict[str, Any]) -> None:
     trained = {values[key] for key in (_TRAINED, _REACHED) if key in values}
     _require(
@@ -114,7 +111,7 @@ def _check_reached(kind: str, values: dict[str, Any]) -> None:
         ratio = values[_REACHED] / values[_TRAINED]
         factor = values.setdefault("factor", ratio)
         _require(
-            _alike(ratio, factor),
+            math.isclose(ratio, factor, rel_tol=_SAME),
             f"of type {kind!r} has factor {factor} and lengths whose ratio is {ratio}; leave out {_REACHED!r}, or make "
             "them agree",
         )
@@ -134,7 +131,7 @@ def _check_yarn(values: dict[str, Any]) -> None:
     found = magnitude(values["mscale"]) / magnitude(values["mscale_all_dim"]) if both else magnitude(1.0)
     given = values.setdefault("attention_factor", found)
     _require(
-        _alike(given, found) or not both,
+        math.isclose(given, found, rel_tol=_SAME) or not both,
         f"has attention_factor {given}, and 'mscale' and 'mscale_all_dim' give {found}; leave out one of the two",
     )
 
@@ -214,16 +211,13 @@ def read_scaling(scaling: Any) -> Scaling:
     try:
         hash(items)
     except TypeError:  # an array, or something that the checks refuse
-        return _checked(scaling)
-    return _checked_before(items)
+        return _checked.__wrapped__(items)
+    return _checked(items)
 
 
 @lru_cache(maxsize=64)
-def _checked_before(items: tuple[tuple[str, type, Any, Any], ...]) -> Scaling:
-    return _checked({key: value for key, _, value, _ in items})
-
-
-def _checked(scaling: Mapping[str, Any]) -> Scaling:
+def _checked(items: tuple[tuple[str, type, Any, Any], ...]) -> Scaling:
+    scaling = {key: value for key, _, value, _ in items}
     kind = _kind(scaling)
     needed, optional, check = _KINDS[kind]
     given = {key: value for key, value in scaling.items() if value is not None}
@@ -287,14 +281,12 @@ def _evaluated(kind: str, values: Values, base: float, dim: int, length: int) ->
         elif kind == "longrope":
             divisors = named["long_factor" if length else "short_factor"]
             found = [f / divisor for f, divisor in zip(found, divisors, strict=True)]
-        elif kind in ("yarn", "llama3"):
-            turns = named[_TRAINED] / (2 * pi)  # of a pair with f = 1 in the trained length
-            if kind == "yarn":
-                pairs = [Decimal(i) for i in range(dim // 2)]
-                found = _mixed(found, factor, pairs, *_yarn_range(exact, dim, turns, named))
-            else:
-                own = [turns * f for f in found]
-                found = _mixed(found, factor, own, named["high_freq_factor"], named["low_freq_factor"])
+        elif kind == "yarn":
+            pairs = [Decimal(i) for i in range(dim // 2)]
+            found = _mixed(found, factor, pairs, *_yarn_range(exact, dim, named[_TRAINED] / (2 * pi), named))
+        elif kind == "llama3":
+            turns = [named[_TRAINED] / (2 * pi) * f for f in found]  # in the trained length
+            found = _mixed(found, factor, turns, named["high_freq_factor"], named["low_freq_factor"])
         quarters = [f * 2 / pi for f in found]
         high = np.array(quarters, float)
         low = np.array([q - Decimal(near) for q, near in zip(quarters, high.tolist(), strict=True)], float)
@@ -319,6 +311,8 @@ def counted_length(scaling: Scaling, length: int) -> int:
 
 def frequencies(scaling: Scaling, base: float, dim: int, length: int) -> Frequencies:
     """Frequencies of rows whose largest position is length - 1."""
+    if scaling is _UNSCALED:  # most calls
+        return _evaluated("default", (), base, dim, 0)
     if scaling.kind == "yarn" and base <= 1:
         raise ValueError(f"{NAME}: base is {base}; scaling of type 'yarn' needs a base above 1")
     for name, value in scaling.values:

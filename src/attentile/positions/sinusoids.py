@@ -19,21 +19,6 @@ _NAME = "positional_encoding"  # in errors
 _LARGEST_ANGLE = 2**50  # radians: the kernels take the quarter turns modulo 4 from float64 numbers below 2**51
 
 
-def _check_angles(base: float, first: int, end: int) -> None:
-    """Refuses positions whose angles would be too large to keep their digits."""
-    reach = max(abs(first), abs(end))
-    if reach > _LARGEST_ANGLE:
-        raise ValueError(
-            f"{_NAME}: the positions from offset={first} to offset + seq_len = {end} must stay within "
-            "-2**50 and 2**50; use a smaller offset"
-        )
-    if max(reach, 1) > base * _LARGEST_ANGLE:
-        raise ValueError(
-            f"{_NAME}: base is {base!r}, with which positions up to {reach} turn by {reach / base:.3g} "
-            "radians; no angle may exceed 2**50, so use a larger base"
-        )
-
-
 def _dtype(dtype: DTypeLike) -> np.dtype[Any]:
     try:
         found = np.dtype(dtype)
@@ -70,7 +55,8 @@ def positional_encoding(
     With pos = offset + row, column 2i is ``sin(pos * base**(-2i / d_model))`` and column 2i+1 the cosine of the same
     angle; an odd d_model ends with a sine. Angles have twice the digits of float64: up to position 2**40 a value is
     within 4.5e-16 (2 ULP of 1.0) of the formula's, from which plain float64 is off by 1e-10 at position 10**6 already.
-    The bits of a row depend on its position alone.
+    The bits of a row depend on its position alone. Formula: Vaswani et al., "Attention Is All You Need", 2017,
+    section 3.5.
 
     Parameters
     ----------
@@ -98,10 +84,6 @@ def positional_encoding(
         If a number is out of its range, or out has another shape or dtype, is read-only or overlaps itself. Nothing has
         been written then.
 
-    Notes
-    -----
-    Formula: Vaswani et al., "Attention Is All You Need", 2017, section 3.5.
-
     Examples
     --------
     >>> from attentile import positional_encoding
@@ -114,7 +96,18 @@ def positional_encoding(
     width = integer(_NAME, "d_model", d_model, 1, otherwise="a positive integer")
     first = integer(_NAME, "offset", offset)
     number = finite(_NAME, "base", base, hint=", as 10000.0 is")
-    _check_angles(number, first, first + rows)
+    end = first + rows
+    reach = max(abs(first), abs(end))
+    if reach > _LARGEST_ANGLE:
+        raise ValueError(
+            f"{_NAME}: the positions from offset={first} to offset + seq_len = {end} must stay within "
+            "-2**50 and 2**50; use a smaller offset"
+        )
+    if max(reach, 1) > number * _LARGEST_ANGLE:
+        raise ValueError(
+            f"{_NAME}: base is {number!r}, with which positions up to {reach} turn by {reach / number:.3g} "
+            "radians; no angle may exceed 2**50, so use a larger base"
+        )
     kind = _dtype(dtype)
     if out is None:
         out = np.empty((rows, width), kind)
