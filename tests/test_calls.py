@@ -274,3 +274,32 @@ def test_checked_values_are_taken_by_the_core(compiled):
     options = {"causal": "lower_right", "window": [2, None], "key_lengths": [6, 2], "sinks": [0.0] * 4, "scale": 1}
     scores = Scores(q, k, v, options)
     assert backend.active.takes(scores.q, scores.k, v, scores.options)
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_half_precision_is_rounded_once_to_nearest_even(impl, name):
+    """Every number of the format comes back, and the mean of two neighbours, a tie, goes to the even one."""
+    dtype = np.dtype(np.float16) if name == "float16" else np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
+    numbers = np.arange(1 << 16, dtype=np.uint16).view(dtype)
+    one = np.ones((1, 1, 1, 1), dtype)
+    with np.errstate(all="ignore"):
+        same = attention(one, one, numbers[None, None, None]).ravel()
+        finite = np.isfinite(numbers.astype(np.float32))
+        assert_array_equal(same.astype(np.float32), numbers.astype(np.float32))
+        below, above = numbers[:-1][finite[:-1] & finite[1:]], numbers[1:][finite[:-1] & finite[1:]]
+        pairs = np.stack([below, above])[None, None]
+        found = attention(one, np.ones((1, 1, 2, 1), dtype), pairs, return_weights=True)
+        wanted = pairs.astype(np.float32).mean(axis=2, keepdims=True).astype(dtype)
+    assert found.out.dtype == found.weights.dtype == dtype
+    ordinary = np.abs(wanted.astype(np.float32)) >= 2.0**-120  # below, halves of bfloat16 are subnormal in float32
+    assert_array_equal(found.out.astype(np.float32)[ordinary], wanted.astype(np.float32)[ordinary])
+
+
+@pytest.mark.parametrize("axes", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)])
+def test_half_precision_in_any_order_of_axes(compiled, axes):
+    x = normal(2, 4, 6, 8).astype(np.float16)
+    turned = x.transpose(axes).copy().transpose(np.argsort(axes))
+    assert backend.active.attention(turned, turned, turned, {}, 1) is not None
+    assert_array_equal(attention(turned, turned, turned, causal=True), attention(x, x, x, causal=True))
+    reversed_ = x[:, :, ::-1]
+    assert_array_equal(attention(reversed_, x, x), attention(reversed_.copy(), x, x))

@@ -77,7 +77,7 @@ def _run_demonstration() -> int:
     isa = at.show_config(as_dict=True)["isa"]
     print(f"\nSpeed here: {isa}, {threads} thread(s); the FMA peak is measured in this run\n")
     speed.print_rows([speed.measure(problem, threads, 0.05) for problem in (*speed.TEXTBOOK, *speed.SHAPES)])
-    return 0 if good else 1
+    return int(not good)
 
 
 def _run_bench(arguments: argparse.Namespace) -> int:

@@ -9,7 +9,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Literal, Unpack, overload
 
-import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from . import dispatch
@@ -19,7 +18,6 @@ from .partial import Partial
 from .runtime import backend
 from .runtime.threads import get_num_threads, threads_for
 from .scores import SCORE_OPTIONS, ScoreOptions, checked
-from .storage import half_dtype, rounded
 
 Array = NDArray[Any]
 
@@ -201,15 +199,6 @@ def attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -> Array
 
 def _converted(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Array | AttentionResult:
     """attention() of values that the core does not take as they are."""
-    half, core = half_dtype(q, k, v), backend.active
-    if half is not None and core is not None and "out" not in options:
-        single = np.float32  # which holds every half exactly
-        found = core.attention(q.astype(single), k.astype(single), v.astype(single), options, get_num_threads())
-        if type(found) is tuple:
-            out, lse, weights = found
-            return AttentionResult(rounded(out, half), lse, None if weights is None else rounded(weights, half))
-        if found is not None:
-            return rounded(found, half)
     unknown_option("attention", options, OPTIONS.keys())
     threads = threads_for(options.get("num_threads"), "attention")
     scores, v = checked(q, k, v, options)

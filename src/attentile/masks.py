@@ -3,18 +3,6 @@
 Two integers per row say everything that causal order, windows, prefixes, key lengths and packed segments can say, in
 any combination, so no (L, S) array is built for them and keys that no row sees are never read. To add a structural
 mask: one function here that narrows the intervals.
-
-    causal="upper_left", L = 3, S = 5          causal="lower_right", L = 3, S = 5
-        1 0 0 0 0                                  1 1 1 0 0
-        1 1 0 0 0                                  1 1 1 1 0
-        1 1 1 0 0                                  1 1 1 1 1
-
-    window=(1, 1), L = S = 5                   segments=[0, 0, 1, 1, 1]
-        1 1 0 0 0                                  1 1 0 0 0
-        1 1 1 0 0                                  1 1 0 0 0
-        0 1 1 1 0                                  0 0 1 1 1
-        0 0 1 1 1                                  0 0 1 1 1
-        0 0 0 1 1                                  0 0 1 1 1
 """
 
 from __future__ import annotations
@@ -53,12 +41,6 @@ class Structure:
     segments: tuple[Index, Index] | None = None  # (..., L) first key and end of each row's segment
     same_segment: NDArray[np.bool_] | None = None  # (..., L, S), only if a segment's keys are not contiguous
 
-    @property
-    def limits(self) -> bool:
-        """Whether some row may see less than all keys by its position."""
-        windowed = self.left is not None or self.right is not None
-        return windowed or self.causal is not False or self.key_lengths is not None or self.segments is not None
-
     def options(self) -> dict[str, Any]:
         """The arguments again, as the compiled core takes them."""
         # A q_start goes with a window even if that limits nothing.
@@ -82,7 +64,7 @@ class Structure:
 
     def intervals(self, queries: int, keys: int) -> tuple[Index, Index] | None:
         """(lo, hi), each (..., L) with 0 <= lo, hi <= keys: row i sees lo[i] <= j < hi[i]; None: all."""
-        if not self.limits:
+        if self.causal is False and all(x is None for x in (self.left, self.right, self.key_lengths, self.segments)):
             return None
         lo: Index = np.zeros(queries, np.intp)
         hi: Index = lo + (keys if self.key_lengths is None else self.key_lengths[..., None])
@@ -103,6 +85,13 @@ class Structure:
         return lo, hi
 
 
+def _broadcasts(shape: tuple[int, ...], lead: tuple[int, ...]) -> bool:
+    try:
+        return np.broadcast_shapes(shape, lead) == lead
+    except ValueError:
+        return False
+
+
 def per_item(name: str, value: Any, lead: tuple[int, ...]) -> Index:
     """An integer, or one per batch item, as an array whose axes broadcast against the batch axes."""
     array = np.asarray(value)
@@ -112,33 +101,12 @@ def per_item(name: str, value: Any, lead: tuple[int, ...]) -> Index:
         raise TypeError(f"attention: {name} has dtype {array.dtype}; it must be an integer, or one per batch item")
     if array.dtype.kind == "u":
         array = np.minimum(array.astype(np.uint64), np.uint64(FAR))  # must not wrap to negative ones
-    try:
-        shape = np.broadcast_shapes(array.shape, lead)
-    except ValueError:
-        shape = ()
-    if array.ndim and shape != lead:
+    if array.ndim and not _broadcasts(array.shape, lead):
         raise ValueError(
             f"attention: {name} has shape {array.shape} and the batch axes are {lead}; "
             "give one integer, or one per batch item"
         )
     return array.astype(np.intp)
-
-
-def _key_lengths(key_lengths: Any, lead: tuple[int, ...], keys: int) -> Index:
-    lengths = per_item("key_lengths", key_lengths, lead)
-    if lengths.size and (lengths.min() < 0 or lengths.max() > keys):
-        raise ValueError(
-            f"attention: key_lengths has values from {lengths.min()} to {lengths.max()}; "
-            f"they must lie between 0 and the number of keys, {keys}"
-        )
-    return lengths
-
-
-def _prefixes(prefix_lengths: Any, lead: tuple[int, ...]) -> Index:
-    prefixes = per_item("prefix_lengths", prefix_lengths, lead)
-    if prefixes.size and prefixes.min() < 0:
-        raise ValueError(f"attention: prefix_lengths has {prefixes.min()}; no prefix may have a negative length")
-    return prefixes
 
 
 def check_causal(causal: Any) -> Any:
@@ -158,15 +126,13 @@ def _check_window(window: Any) -> tuple[int | None, int | None]:
             f"attention: window is {window!r}; it must be a pair (left, right), both inclusive, None = unlimited. "
             "Libraries disagree on what one number W counts: W keys with the query itself are (W - 1, 0)"
         )
-    sides: list[int | None] = []
-    for side in window:
-        try:
-            sides.append(None if side is None else min(index(side), FAR))
-        except TypeError:
-            raise TypeError(f"attention: window is {window!r}; each side must be an integer or None") from None
-        if side is not None and side < 0:
-            raise ValueError(f"attention: window is {window!r}; no side may be negative, (0, 0) sees the query itself")
-    return sides[0], sides[1]
+    try:
+        left, right = (None if side is None else min(index(side), FAR) for side in window)
+    except TypeError:
+        raise TypeError(f"attention: window is {window!r}; each side must be an integer or None") from None
+    if min(left or 0, right or 0) < 0:
+        raise ValueError(f"attention: window is {window!r}; no side may be negative, (0, 0) sees the query itself")
+    return left, right
 
 
 def _check_positions(structure: Structure, q_start: Any, named: bool, needed: bool, queries: int, keys: int) -> None:
@@ -192,21 +158,29 @@ def structure(
     lead: tuple[int, ...], queries: int, keys: int, options: Mapping[str, Any], alibi: bool = False
 ) -> Structure:
     """The structural ones among the options of a call, checked."""
-    left, right = _check_window(options.get("window"))
+    window, q_start, segments = (options.get(name) for name in ("window", "q_start", "segments"))
+    key_lengths, prefix_lengths = options.get("key_lengths"), options.get("prefix_lengths")
+    left, right = _check_window(window)
     found = Structure(check_causal(options.get("causal", False)), left, right)
-    if options.get("prefix_lengths") is not None and found.causal is False:
+    if prefix_lengths is not None and found.causal is False:
         raise ValueError("attention: prefix_lengths= opens the first keys of a causal mask and needs a causal form")
-    if options.get("key_lengths") is not None:
-        found.key_lengths = _key_lengths(options["key_lengths"], lead, keys)
-    q_start = options.get("q_start")
+    if key_lengths is not None:
+        found.key_lengths = lengths = per_item("key_lengths", key_lengths, lead)
+        if lengths.size and not 0 <= lengths.min() <= lengths.max() <= keys:
+            raise ValueError(
+                f"attention: key_lengths has values from {lengths.min()} to {lengths.max()}; "
+                f"they must lie between 0 and the number of keys, {keys}"
+            )
     needed = alibi or left is not None or right is not None
-    _check_positions(found, q_start, alibi or options.get("window") is not None, needed, queries, keys)
+    _check_positions(found, q_start, alibi or window is not None, needed, queries, keys)
     if q_start is not None:
         found.q_start = np.clip(per_item("q_start", q_start, lead), -FAR, FAR)
-    if options.get("prefix_lengths") is not None:
-        found.prefix_lengths = _prefixes(options["prefix_lengths"], lead)
-    if options.get("segments") is not None:
-        _add_segments(found, options["segments"], lead, queries, keys)
+    if prefix_lengths is not None:
+        found.prefix_lengths = prefixes = per_item("prefix_lengths", prefix_lengths, lead)
+        if prefixes.min(initial=0) < 0:
+            raise ValueError(f"attention: prefix_lengths has {prefixes.min()}; no prefix may have a negative length")
+    if segments is not None:
+        _add_segments(found, segments, lead, queries, keys)
     return found
 
 
@@ -225,11 +199,7 @@ def _segment_ids(segments: Any, lead: tuple[int, ...], queries: int, keys: int) 
         array = np.asarray(value)
         if array.dtype.kind not in "iu":
             raise TypeError(f"attention: segments ({name} ids) has dtype {array.dtype}; they must be integers")
-        try:
-            fits = array.shape[-1:] == (length,) and np.broadcast_shapes(array.shape[:-1], lead) == lead
-        except ValueError:
-            fits = False
-        if not fits:
+        if array.shape[-1:] != (length,) or not _broadcasts(array.shape[:-1], lead):
             raise ValueError(
                 f"attention: segments ({name} ids) has shape {array.shape}; it must broadcast to {(*lead, length)}"
             )
@@ -239,33 +209,32 @@ def _segment_ids(segments: Any, lead: tuple[int, ...], queries: int, keys: int) 
     return ids[0], ids[1]
 
 
-def _runs(key_ids: Index) -> tuple[Index, Index, Index] | None:
-    """(ids in order, first key, end) of the runs of equal ids of one item; None if an id comes in several runs."""
-    first = np.flatnonzero(np.r_[True, key_ids[1:] != key_ids[:-1]]) if key_ids.size else np.empty(0, np.intp)
+def _segment_intervals(query_ids: Index, key_ids: Index) -> tuple[Index, Index] | None:
+    """(first key, end) of each query's segment in one item; None if the keys of an id are not contiguous."""
+    changes = np.flatnonzero(key_ids[1:] != key_ids[:-1]) + 1
+    first, end = np.r_[0, changes][: key_ids.size], np.r_[changes, key_ids.size]  # of each run of equal ids
     order = np.argsort(key_ids[first], kind="stable")
     ids = key_ids[first][order]
     if (ids[1:] == ids[:-1]).any():
         return None
-    return ids, first[order], np.r_[first[1:], key_ids.size][order].astype(np.intp)
+    place = np.searchsorted(ids, query_ids)
+    there = np.searchsorted(ids, query_ids, "right") > place
+    first, end = (np.where(there, np.append(side[order], 0)[place], 0) for side in (first, end))
+    return first, end
 
 
 def _add_segments(found: Structure, segments: Any, lead: tuple[int, ...], queries: int, keys: int) -> None:
     """Intervals of each query's segment, or the comparison of ids where the keys of an id are not contiguous."""
     query_ids, key_ids = _segment_ids(segments, lead, queries, keys)
     items = np.broadcast_shapes(query_ids.shape[:-1], key_ids.shape[:-1])
-    first, end = np.zeros((*items, queries), np.intp), np.zeros((*items, queries), np.intp)
     query_ids, key_ids = np.broadcast_to(query_ids, (*items, queries)), np.broadcast_to(key_ids, (*items, keys))
+    found.segments = np.zeros((*items, queries), np.intp), np.zeros((*items, queries), np.intp)
     for item in np.ndindex(*items):
-        runs = _runs(key_ids[item])
-        if runs is None:
-            found.same_segment = query_ids[..., :, None] == key_ids[..., None, :]
+        sides = _segment_intervals(query_ids[item], key_ids[item])
+        if sides is None:
+            found.segments, found.same_segment = None, query_ids[..., :, None] == key_ids[..., None, :]
             return
-        ids, starts, ends = runs
-        if ids.size:
-            place = np.minimum(np.searchsorted(ids, query_ids[item]), ids.size - 1)
-            there = ids[place] == query_ids[item]
-            first[item], end[item] = np.where(there, starts[place], 0), np.where(there, ends[place], 0)
-    found.segments = first, end
+        found.segments[0][item], found.segments[1][item] = sides
 
 
 def segment_ids(lengths: ArrayLike | None = None, *, cu_seqlens: ArrayLike | None = None) -> Index:

@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
-_FLOAT16 = np.dtype(np.float16)
 _NATIVE = ({np.dtype(np.float64)}, {np.dtype(np.float32)})
 
 
@@ -30,15 +29,6 @@ def _computed_in(dtype: np.dtype[Any], function: str) -> np.dtype[Any]:
     raise TypeError(
         f"{function}: an array has dtype {dtype}; supported are float64, float32, float16, bfloat16, integers and bool"
     )
-
-
-def half_dtype(*arrays: Any) -> np.dtype[Any] | None:
-    """float16 or bfloat16 if that is the dtype of all of them, which are plain arrays."""
-    dtype: np.dtype[Any] | None = getattr(arrays[0], "dtype", None)
-    for array in arrays:
-        if type(array) is not np.ndarray or array.dtype is not dtype:
-            return None
-    return dtype if dtype is _FLOAT16 or (dtype is not None and dtype.name == "bfloat16") else None
 
 
 def promoted(function: str, *arrays: Array) -> tuple[np.dtype[Any], np.dtype[Any]]:
@@ -66,8 +56,6 @@ def rounded(array: Array, dtype: np.dtype[Any], overflow: Literal["ignore"] | No
     """
     if array.dtype == dtype:
         return array
-    if dtype is _FLOAT16 and array.dtype == np.float32 and overflow is None and np.geterr()["under"] == "ignore":
-        return array.astype(dtype)  # the usual setting: to change it and back would take longer
     with np.errstate(over=overflow, under="ignore", invalid="ignore"):
         if array.dtype == np.float64 and dtype.name == "bfloat16":
             # Casts go through float32, so that comes first, rounded to odd: a last bit that is set wherever something

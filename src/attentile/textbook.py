@@ -32,7 +32,7 @@ def _self_attention(
         found = core.textbook(Q, K, V, d_k, "causal" if causal else mask, MASKED_SCORE, None, get_num_threads())
         if found is not None:
             return found  # type: ignore[no-any-return]
-    q, k, v = np.asarray(Q), np.asarray(K), np.asarray(V)
+    q, k, v = (np.asarray(array) for array in (Q, K, V))
     lead = _batch_axes(function, q, k, v, causal)
     number = as_real(function, "d_k", d_k, "a positive number")
     if not 0 < number < math.inf:

@@ -61,7 +61,8 @@ def _place(held: Held, rows: int, options: dict[str, Any]) -> tuple[Index, dict[
         raise TypeError(f"KVCache.attend: no option is named {', '.join(unknown)}; use {', '.join(sorted(OPTIONS))}")
     if held.window is not None and options.get("window") is not None:
         raise ValueError(f"KVCache.attend: window= was given and the cache has window={held.window}; leave it out")
-    given, valid, longest = options.get("q_start"), held.lengths, held.length
+    given = options.get("q_start")
+    valid, longest = held.lengths, held.length
     if options.get("key_lengths") is not None:
         valid = between("KVCache.attend", "key_lengths", options["key_lengths"], valid, "the lengths of the items")
     causal = check_causal(options.get("causal", "lower_right" if given is None else True))
@@ -89,16 +90,16 @@ def _check_held(held: Held, start: Index, rows: int, valid: Index) -> None:
     """Refuses rows that need tokens that the window has dropped."""
     if held.window is None:
         return
-    left, held_from = held.window[0], held.held_from
+    held_from = held.held_from
     position = start[:, None] + np.arange(rows)
-    first = np.maximum(position - left, held.sinks)
+    first = np.maximum(position - held.left, held.sinks)
     gone = first < np.minimum(np.minimum(position + 1, valid[:, None]), held_from[:, None])
     if gone.any():
         item, row = np.argwhere(gone)[0]
         raise ValueError(
             f"KVCache.attend: row {row} of item {item} stands at position {position[item, row]} and needs the tokens "
             f"from {first[item, row]} on; the window has dropped those before {held_from[item]}, which leaves rows "
-            f"from position {held_from[item] + left} on"
+            f"from position {held_from[item] + held.left} on"
         )
 
 
@@ -132,9 +133,8 @@ def _attend(held: Held, q: Array, options: dict[str, Any], threads: int) -> Arra
 
 def _window_as_mask(held: Held, q: Array, options: dict[str, Any]) -> Array:
     """The caller's mask, and the window with its kept first tokens, which is no window that Scores knows."""
-    assert held.window is not None
     key = np.arange(held.length)
     position = options["q_start"][:, None, None, None] + np.arange(q.shape[2])[:, None]
-    seen: Array = (key >= position - held.window[0]) | (key < held.sinks)
+    seen: Array = (key >= position - held.left) | (key < held.sinks)
     mask = check_mask(options.get("mask"), (*q.shape[:3], held.length))
     return seen if mask is None else seen & mask

@@ -99,6 +99,7 @@ class Held:
         self.capacity = None if capacity is None else _count("capacity", capacity, 1)
         self.dtype = _storage_dtype(dtype)
         self.window = _window(window)
+        self.left = FAR if self.window is None else self.window[0]
         self.sinks = _count("sinks", sinks, 0)
         if self.sinks and self.window is None:
             raise ValueError(
@@ -181,9 +182,8 @@ class Held:
         counts = np.full(self.batch, n, np.intp)
         if lengths is not None:
             counts = between("KVCache.append", "lengths", lengths, counts, "the tokens of k")
-        before = held_from = self.held_from
-        if self.window is not None:  # an item that gets nothing has no new row, so it loses nothing
-            held_from = np.where(counts > 0, np.maximum(before, self.lengths - self.window[0]), before)
+        before = self.held_from  # an item that gets nothing has no new row, so it loses nothing
+        held_from = np.where(counts > 0, np.maximum(before, self.lengths - self.left), before)
         self.check_capacity(counts, held_from)
         k, v = ready(k, self.dtype), ready(v, self.dtype)  # copies come before changes: there may be no memory for them
         if self.rotary is not None and k.size:
@@ -216,7 +216,7 @@ class Held:
         return array
 
     def turned(self, x: ArrayLike, before: int, options: dict[str, Any]) -> Array | None:
-        """x rotated, if the quick ways take it: at the next tokens, or (before = -1) at the last ones."""
+        """x rotated, if a quick way takes it: at the next tokens, or (before = -1, with options of attend) the last."""
         if options and not _PLACING.isdisjoint(options):
             return None
         fits = type(x) is np.ndarray and x.dtype is self.dtype and x.ndim == 4 and x.size > 0
@@ -260,9 +260,7 @@ class Held:
 
     def visible(self) -> list[list[tuple[int, int]]]:
         """The runs of each item that the row of its last token sees."""
-        if self.window is None:
-            return [self.runs(item) for item in range(self.batch)]
-        return [self.runs(item, int(self.lengths[item]) - self.window[0] - 1) for item in range(self.batch)]
+        return [self.runs(item, end - self.left - 1) for item, end in enumerate(self.lengths.tolist())]
 
     def copies(self, runs: list[list[tuple[int, int]]], gaps: bool = False) -> tuple[Array, Array]:
         """Keys and values (batch, kv_heads, n, width) of the runs of tokens of each item; elsewhere zeros.
@@ -288,13 +286,13 @@ class Held:
         ends = between("KVCache.truncate", "length", length, self.lengths, "the lengths of the items")
         if self.window is not None:
             whole = (self.held_from <= self.sinks) | (ends <= self.sinks)
-            lost = ~whole & (ends - self.window[0] < self.held_from)
+            lost = ~whole & (ends - self.left < self.held_from)
             if lost.any():
                 item = int(lost.argmax())
                 raise ValueError(
                     f"KVCache.truncate: item {item} cannot go back to {ends[item]} tokens; the window has dropped "
                     f"those before {self.held_from[item]}, which leaves lengths from "
-                    f"{self.held_from[item] + self.window[0]} on, or up to {self.sinks}"
+                    f"{self.held_from[item] + self.left} on, or up to {self.sinks}"
                 )
         size = self.pages.pool.page_keys
         same_page = (ends - 1) // size == (self.lengths - 1) // size
@@ -356,7 +354,7 @@ class Held:
             self._replaced()
             raise
         size = self.pages.pool.page_keys
-        if self.window is not None and (held_from // size != self.held_from // size).any():
+        if (held_from // size != self.held_from // size).any():
             self.made = None
             with suppress(MemoryError):  # the call has succeeded; the next append tries again
                 self.pages.open(self.lengths, np.zeros_like(self.lengths), self.held_from, self.sinks)

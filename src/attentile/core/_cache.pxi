@@ -37,7 +37,9 @@ cdef void store_keys(const at_tiles *tiles, char *page, const char *rows, Py_ssi
         if slot % AT_PANEL == 0 and n >= AT_PANEL:
             whole = n // AT_PANEL * AT_PANEL
             tiles.to_panels(to, rows, stride, width, whole)
-            rows, slot, n = rows + whole * stride, slot + whole, n - whole
+            rows += whole * stride
+            slot += whole
+            n -= whole
             continue
         to += slot % AT_PANEL * item
         if item == 4:
@@ -46,7 +48,9 @@ cdef void store_keys(const at_tiles *tiles, char *page, const char *rows, Py_ssi
         else:
             for d in range(width):
                 (<double *> to)[d * AT_PANEL] = (<const double *> rows)[d]
-        rows, slot, n = rows + stride, slot + 1, n - 1
+        rows += stride
+        slot += 1
+        n -= 1
 
 
 cdef void store_item(const Layout *layout, size_t itemsize, const Py_ssize_t *pages, Py_ssize_t first, Py_ssize_t n,

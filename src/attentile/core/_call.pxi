@@ -64,6 +64,7 @@ cdef inline void open_call(Call *call, int tail) noexcept:
     memset(&call.job, 0, sizeof(Job))
     memset(call.given, 0, sizeof(call.given))
     open_batch(&call.batch)
+    call.dtype = NULL
     call.tail = tail
     call.drop = False
     call.causal = NOT_CAUSAL

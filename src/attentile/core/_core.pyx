@@ -9,6 +9,7 @@
     _call.pxi     the check of a call: from Python's values to a job
     _results.pxi  where its results go; its run over all batch items
     _door.pxi     the entries
+    _halves.pxi   calls with float16 or bfloat16 arrays
     _cache.pxi    tokens on the pages of a cache, and attention over them
     _angles.pxi, _encode.pxi, _rotary.pxi         positions
     below         the choice of an instruction set, measurements
@@ -17,13 +18,13 @@ from cpython.buffer cimport PyBUF_STRIDES, PyBuffer_Release, PyObject_GetBuffer
 from cpython.object cimport PyObject
 from libc.float cimport DBL_MAX, DBL_MIN, FLT_MAX, FLT_MIN
 from libc.math cimport INFINITY, NAN, fabs, sqrt
-from libc.stdint cimport int64_t, uint32_t, uintptr_t
+from libc.stdint cimport int64_t, uint16_t, uint32_t, uintptr_t
 from libc.string cimport memcpy, memset
 
-from ._kernels cimport (AT_ALIGN, AT_ANGLE_BLOCK, AT_CHUNK, AT_FEW_KEYS, AT_MAX_ROWS, AT_PANEL, AT_PEAK_FMAS,
-                        AT_WORD, LN2, LOG2E, at_ahead, at_angles, at_exp2, at_idle_like, at_isa, at_isa_at,
-                        at_isa_count, at_isa_supported, at_log2, at_mask_run, at_mask_words, at_pool_run,
-                        at_pool_workers, at_rotary_rows, at_scratch, at_tiles)
+from ._kernels cimport (AT_ALIGN, AT_ANGLE_BLOCK, AT_CHUNK, AT_FEW_KEYS, AT_MAX_ROWS, AT_PANEL, AT_PEAK_FMAS, AT_WORD,
+                        LN2, LOG2E, at_ahead, at_angles, at_exp2, at_idle_like, at_isa, at_isa_at, at_isa_count,
+                        at_isa_supported, at_log2, at_mask_run, at_mask_words, at_narrow_bf16, at_narrow_f16,
+                        at_pool_run, at_pool_workers, at_rotary_rows, at_scratch, at_tiles, at_widen_bf16, at_widen_f16)
 
 import numpy
 
@@ -54,6 +55,9 @@ cdef object array_of = numpy.array
 cdef object integer = numpy.integer
 cdef object bool_ = numpy.dtype(numpy.bool_)
 cdef object intp = numpy.dtype(numpy.intp)
+cdef object empty_like = numpy.empty_like
+cdef object uint16 = numpy.dtype(numpy.uint16)
+cdef object float16 = numpy.dtype(numpy.float16)
 cdef object float32 = numpy.dtype(numpy.float32)
 cdef object float64 = numpy.dtype(numpy.float64)
 
@@ -66,6 +70,7 @@ include "_arrays.pxi"
 include "_call.pxi"
 include "_results.pxi"
 include "_door.pxi"
+include "_halves.pxi"
 include "_cache.pxi"
 include "_angles.pxi"
 include "_encode.pxi"
@@ -118,14 +123,17 @@ cdef void read_slice(void *reading_pointer, Py_ssize_t index, int slot) noexcept
 def read_plainly(const float[::1] data, int threads):
     """Reads an array as the pass reads keys and values, in tasks of 64 KiB; time it to get the bandwidth."""
     cdef Reading reading
-    reading.tiles, reading.data, reading.n, reading.slice_ = active.f32, &data[0], data.shape[0], 1 << 14
+    reading.tiles = active.f32
+    reading.data = &data[0]
+    reading.n = data.shape[0]
+    reading.slice_ = 1 << 14
     with nogil:
         at_pool_run(read_slice, &reading, (reading.n + reading.slice_ - 1) // reading.slice_, threads)
 
 
 def constants():
     """The numbers of kernels.h that constants.py repeats, by their names there."""
-    return {"ALIGN": AT_ALIGN, "CHUNK": AT_CHUNK, "LOG2E": LOG2E, "PANEL": AT_PANEL, "WORD": AT_WORD}
+    return {"ALIGN": AT_ALIGN, "CHUNK": AT_CHUNK, "LOG2E": LOG2E, "PANEL": AT_PANEL}
 
 
 def compiler():

@@ -63,16 +63,16 @@ def takes(q, k, v, dict options):
 def attention(q, k, v, dict options, int threads):
     """attention() of attention.py for values that can be taken as they are; None if Python must convert or explain.
 
-    q, k, v: float32 or float64, native, last axis contiguous, any batch axes. options: by their public names.
+    q, k, v: of one dtype, native, last axis contiguous, any batch axes. options: by their public names.
     """
     cdef Call call
     open_call(&call, 3)
     try:
-        if not take_call(&call, q, k, v, options):
-            return None
-        return call_results(&call, threads)
+        if take_call(&call, q, k, v, options):
+            return call_results(&call, threads)
     finally:
         close_batch(&call.batch)
+    return half_results(q, k, v, options, threads) if call.dtype == NULL else None
 
 
 def partial(q, k, v, dict options, int threads):

@@ -49,7 +49,9 @@ cdef void score_few(const Job *job, Block *block, Shared *shared, const char *k,
 
 cdef inline Part own_part(Shared *shared) noexcept nogil:
     cdef Part part
-    part.top, part.sum, part.values = shared.top, shared.sum, shared.values
+    part.top = shared.top
+    part.sum = shared.sum
+    part.values = shared.values
     return part
 
 
@@ -58,7 +60,10 @@ cdef inline Part part_at(const Job *job, Py_ssize_t head, Py_ssize_t c, char **v
     cdef Part part
     cdef char *p = job.partials + (head * job.partials_per_head + c) * job.partial_bytes
     cdef Py_ssize_t reals = aligned(largest_pitch(job) * <Py_ssize_t> job.tiles.itemsize)
-    visited[0], part.top, part.sum, part.values = p, p + AT_ALIGN, p + AT_ALIGN + reals, p + AT_ALIGN + 2 * reals
+    visited[0] = p
+    part.top = p + AT_ALIGN
+    part.sum = part.top + reals
+    part.values = part.sum + reals
     return part
 
 

@@ -32,7 +32,10 @@ cdef inline void fetch_rows(Shared *shared, const char **rows, Py_ssize_t n_rows
                             Py_ssize_t nbytes) noexcept nogil:
     """The next scores fetch these rows while they compute."""
     cdef at_ahead *ahead = &shared.ahead[shared.n_ahead]
-    ahead.rows, ahead.n_rows, ahead.offset, ahead.bytes = rows, n_rows, offset, nbytes
+    ahead.rows = rows
+    ahead.n_rows = n_rows
+    ahead.offset = offset
+    ahead.bytes = nbytes
     shared.n_ahead += 1
 
 
@@ -40,7 +43,11 @@ cdef inline void fetch_chunk(Shared *shared, const char *rows, Py_ssize_t stride
                              Py_ssize_t nbytes) noexcept nogil:
     """The same for n rows of K or V."""
     cdef at_ahead *ahead = &shared.ahead[shared.n_ahead]
-    ahead.rows, ahead.data, ahead.stride, ahead.n_rows, ahead.bytes = NULL, rows, stride, n, nbytes
+    ahead.rows = NULL
+    ahead.data = rows
+    ahead.stride = stride
+    ahead.n_rows = n
+    ahead.bytes = nbytes
     shared.n_ahead += 1
 
 

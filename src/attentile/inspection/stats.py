@@ -1,4 +1,4 @@
-"""Looking at attention without its matrix: statistics of the weights, what a call will do, and which keys it sees."""
+"""Statistics of the weights of attention, without its matrix."""
 
 from __future__ import annotations
 
@@ -25,19 +25,13 @@ class AttentionStats(NamedTuple):
 
     Attributes
     ----------
-    out : ndarray, shape (..., Hq, L, Dv)
-        As `attention` gives it.
-    lse : ndarray, shape (..., Hq, L)
-        As `attention` gives it: without sinks.
-    entropy : ndarray, shape (..., Hq, L), or None
-        Of the weights of each row, in nats.
-    max : ndarray, shape (..., Hq, L), or None
-        The largest weight of each row.
-    top_weights : ndarray, shape (..., Hq, L, top_k), or None
-        The largest weights of each row, descending; 0 where there are fewer.
-    top_keys : ndarray of intp, shape (..., Hq, L, top_k), or None
-        Their keys, of equal weights the lower one first. -1 where the weight is 0: the row sees fewer keys, or the
-        others score so far below its best ones that their weights underflow.
+    out, lse : ndarray, shapes (..., Hq, L, Dv) and (..., Hq, L)
+        As `attention` gives them: lse without sinks.
+    entropy, max : ndarray, shape (..., Hq, L), or None
+        Of the weights of each row: their entropy in nats, and the largest.
+    top_weights, top_keys : ndarray, shape (..., Hq, L, top_k), or None
+        The largest weights of each row, descending, and their keys (intp), of equal weights the lower key first. 0 and
+        -1 where the row sees fewer keys, or the others score so far below its best ones that their weights underflow.
     received : ndarray, shape (..., Hq, S), or None
         The sum over the queries of the weight that each key got (what cache eviction needs).
     rows : ndarray, shape (..., Hq, n, S), or None
@@ -66,30 +60,28 @@ def attention_stats(
 ) -> AttentionStats:
     """Attention and statistics of its weights in O(L + S) memory: the (L, S) weights are never stored.
 
-    A first pass computes the output and, of each row, the largest score and the sum of exp beside it; a second one
-    forms the final weights from these chunk by chunk, reduces them and forgets them.
+    A first pass computes the output and, of each row, the largest score and the sum of exp; a second one forms the
+    final weights from these chunk by chunk, reduces them and forgets them.
 
     Parameters
     ----------
     q, k, v : array_like
         As in `attention`, shapes (..., Hq, L, D), (..., Hkv, S, D), (..., Hkv, S, Dv).
     which : str or sequence of str
-        What to compute, of "entropy", "max", "top_k", "received" (the default is these four) and "rows".
+        Of "entropy", "max", "top_k", "received" (these four by default) and "rows".
     top_k : int
         How many of the strongest keys of each row are kept, with "top_k".
     rows : array_like of int, shape (n,)
-        Queries whose full weights are wanted; goes with "rows" in `which`, and only with it. Negative ones count from
-        the end.
+        Queries whose full weights are wanted, with "rows" in `which` only. Negative ones count from the end.
     **options
         Those of `attention` that decide the scores, but score_mod and before; num_threads.
 
     Returns
     -------
     AttentionStats
-        The output, the logsumexp, and what was asked for: of the same weights, but for rounding, that `attention`
-        returns. Rows without keys have 0 everywhere. With sinks the weights are those of the keys, which sum to less
-        than 1. A row with NaN in a score that it uses has NaN for every key that it sees; its strongest keys are then
-        the first ones.
+        The output, the logsumexp, and what was asked for of the weights that `attention` returns, but for rounding.
+        Rows without keys have 0 everywhere. With sinks the weights of the keys sum to less than 1. A row with NaN in a
+        score that it uses has NaN for every key that it sees; its strongest keys are then the first ones.
 
     Raises
     ------
@@ -119,7 +111,7 @@ def attention_stats(
     with named_in_errors("attention_stats"):
         threads = threads_for(options.get("num_threads"), "attention")
         scores, values = checked(q, k, v, options)
-    found = _Found(scores, wanted, top_k, _chosen_rows(rows, scores.queries) if "rows" in wanted else None)
+    found = _Found(scores, wanted, top_k, rows)
     outputs = Outputs(scores, values.shape[-1])
     outputs.want_out(None)
     outputs.want_lse()
@@ -145,10 +137,9 @@ def _chosen_rows(rows: ArrayLike | None, queries: int) -> NDArray[np.intp]:
 class _Found:
     """The statistics that are wanted, by the names that the core knows, with the caller's axes; None: not wanted."""
 
-    def __init__(self, scores: Scores, wanted: tuple[str, ...], top_k: int, chosen: NDArray[np.intp] | None) -> None:
-        *rows, keys = scores.shape
-        heads, queries = rows[:-1], rows[-1]
-        dtype = scores.compute
+    def __init__(self, scores: Scores, wanted: tuple[str, ...], top_k: int, asked: ArrayLike | None) -> None:
+        *heads, queries, keys = scores.shape
+        rows, dtype = (*heads, queries), scores.compute
         self.entropy = np.zeros(rows, dtype) if "entropy" in wanted else None
         self.largest = np.zeros(rows, dtype) if "max" in wanted else None
         self.received = np.zeros((*heads, keys), dtype) if "received" in wanted else None
@@ -156,9 +147,8 @@ class _Found:
         self.top_keys = np.full((*rows, top_k), -1, np.intp) if "top_k" in wanted else None
         self.rows: Array | None = None
         self.chosen = np.full(queries, -1, np.intp)  # index into rows of each query, or -1
-        self._back: Array | None = None  # from distinct rows to those asked for
-        if chosen is not None:
-            distinct, self._back = np.unique(chosen, return_inverse=True)
+        if "rows" in wanted:  # each row once; _back: from these to those asked for
+            distinct, self._back = np.unique(_chosen_rows(asked, queries), return_inverse=True)
             self.chosen[distinct] = np.arange(distinct.size)
             self.rows = np.zeros((*heads, distinct.size, keys), dtype)
 
@@ -174,13 +164,5 @@ class _Found:
         rows = None if self.rows is None else self.rows[..., self._back, :]
         assert isinstance(out, AttentionResult)
         assert out.lse is not None
-        return AttentionStats(
-            out.out,
-            out.lse,
-            self.entropy,
-            self.largest,
-            self.top_weights,
-            self.top_keys,
-            self.received,
-            rows,
-        )
+        strongest = self.top_weights, self.top_keys
+        return AttentionStats(out.out, out.lse, self.entropy, self.largest, *strongest, self.received, rows)

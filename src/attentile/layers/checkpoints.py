@@ -1,7 +1,6 @@
 """The arrays of an attention layer by the names that checkpoints give them.
 
-A convention is a row of `CONVENTIONS`: the names of its arrays, how a weight is used, and what else follows from it. To
-add one, add a row and a case in tests/test_checkpoints.py.
+A convention is a row of `CONVENTIONS`. To add one, add a row and a case in tests/test_checkpoints.py.
 
 An array that the layer does not use may be one that changes its result: a norm, a bias of the scores, a gate, an
 adapter. There are more kinds than a list can name, so inside a module that is the attention and nothing else every
@@ -26,8 +25,7 @@ Array = NDArray[Any]
 _NAME = "MultiHeadAttention.from_arrays"
 _SHOWN = 16  # names listed in an error
 
-# Arrays that change the result in a way that MultiHeadAttention does not compute; to ignore them would be wrong. These
-# are refused wherever they lie below the place of the layer.
+# Arrays that change the result in a way that MultiHeadAttention does not compute: refused anywhere below the layer.
 _REFUSED = (
     r"(^|[._])((q|k|query|key|sub)_?(norm|layernorm|ln)|bias_[kv]|[qkv]_bias|\w*sinks|distance_embedding"
     r"|relative_position_bias_table|rel_pos_\w+|gru_rel_pos\w*|rel_attn_embed|conv_kernel_layer|lora_\w+)(\.|$)"
@@ -115,13 +113,12 @@ def find_attention(arrays: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 def _is_unknown(name: str, convention: Convention, place: str) -> bool:
     """Whether an array below place belongs to the attention and is neither used nor known to be harmless."""
-    if convention.own is None:
-        inside = not place or re.search(_ATTENTION, place.split(".")[-2]) is not None
-    else:
-        inside = name.startswith(convention.own)
-    if not inside or name in convention.weights or name in convention.biases:
+    if convention.own is not None and not name.startswith(convention.own):
         return False
-    return re.fullmatch(_HARMLESS, name) is None and re.fullmatch(convention.harmless, name) is None
+    if convention.own is None and place and not re.search(_ATTENTION, place.split(".")[-2]):
+        return False
+    used = name in convention.weights or name in convention.biases
+    return not used and not any(re.fullmatch(harmless, name) for harmless in (_HARMLESS, convention.harmless))
 
 
 def _candidates(names: list[str], prefix: str) -> dict[Layer, list[str]]:
@@ -143,11 +140,11 @@ def _not_one(names: list[str], prefix: str, candidates: dict[Layer, list[str]], 
         return (
             f"{_NAME}: {len(complete)} attention layers lie below prefix {prefix!r}: {layers}; give the prefix of one"
         )
-    begun = []
-    for (convention, place), found in candidates.items():
-        missing = [place + weight for weight in convention.weights if weight not in found]
-        if found != [convention.weights[-1]]:  # other parts of a model have an output of this name too
-            begun.append(f"{convention.models} without {', '.join(missing)}")
+    begun = [
+        f"{row.models} without {', '.join(place + weight for weight in row.weights if weight not in found)}"
+        for (row, place), found in candidates.items()
+        if found != [row.weights[-1]]  # other parts of a model have an output of this name too
+    ]
     known = "; ".join(f"{row.models}: {', '.join(row.weights)}" for row in CONVENTIONS)
     return (
         f"{_NAME}: no known attention layer lies below prefix {prefix!r}; found {_listed(names)}"
@@ -171,17 +168,15 @@ def _take(arrays: Mapping[str, Any], names: set[str], convention: Convention, pl
 
     weights = [array(name).T if convention.transposed else array(name) for name in convention.weights]
     biases = [array(name) if place + name in names else None for name in convention.biases]
-    options = {**convention.options, "w_k": None, "w_v": None, "b_o": biases[-1]}
-    options |= dict(zip(("w_q", "w_k", "w_v", "w_o") if len(weights) == 4 else ("w_q", "w_o"), weights, strict=True))
-    whole = biases[0]
-    if len(biases) < len(weights) and whole is not None:
+    options = {**convention.options, "w_k": None, "w_v": None}
+    options |= zip(("w_q", "w_k", "w_v", "w_o") if len(weights) == 4 else ("w_q", "w_o"), weights, strict=True)
+    *parts, options["b_o"] = biases
+    if len(biases) < len(weights) and parts[0] is not None:
         ends = np.cumsum([weight.shape[-1] for weight in weights[:3]])
-        if whole.shape != (ends[2],):
+        if parts[0].shape != (ends[2],):
             raise ValueError(
-                f"{_NAME}: {place}{convention.biases[0]} has shape {whole.shape}; it must be ({ends[2]},), "
+                f"{_NAME}: {place}{convention.biases[0]} has shape {parts[0].shape}; it must be ({ends[2]},), "
                 "as long as q, k and v have rows together"
             )
-        options |= dict(zip(("b_q", "b_k", "b_v"), np.split(whole, ends[:2]), strict=True))
-    elif len(biases) == len(weights):
-        options |= dict(zip(("b_q", "b_k", "b_v"), biases[:-1], strict=False))
-    return options
+        parts = [*np.split(parts[0], ends[:2])]
+    return options | dict(zip(("b_q", "b_k", "b_v"), parts, strict=False))

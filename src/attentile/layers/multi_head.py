@@ -37,26 +37,24 @@ class _Plan(NamedTuple):
 class MultiHeadAttention:
     """Multi-head attention with given weights: project by x @ W, attend per head, concatenate, times w_o.
 
+    Formula: Vaswani et al., "Attention Is All You Need", 2017, section 3.2.2; grouped queries: Ainslie et al., "GQA",
+    2023.
+
     Parameters
     ----------
     w_q : array_like, shape (d_in, num_heads * head_dim)
-        Applied as x @ w_q; head h uses the columns h * head_dim .. (h + 1) * head_dim - 1. head_dim is free:
-        num_heads * head_dim need not equal d_in. With w_k = w_v = None it is the fused weight (d_in, q + k + v), the
-        columns of the three side by side (or see `per_head`).
-    w_k : array_like, shape (d_context, num_kv_heads * head_dim), or None
-        Keys; None with a fused weight.
-    w_v : array_like, shape (d_context, num_kv_heads * value_dim), or None
-        Values; value_dim is free. If d_context differs from d_in, every call needs ``context``.
+        Head h uses the columns h * head_dim .. (h + 1) * head_dim - 1; num_heads * head_dim need not equal d_in. With
+        w_k = w_v = None it is the fused weight (d_in, q + k + v), columns side by side (or see `per_head`).
+    w_k, w_v : array_like, shapes (d_context, num_kv_heads * head_dim or value_dim), or None
+        Keys and values; value_dim is free. If d_context differs from d_in, every call needs ``context``.
     w_o : array_like, shape (num_heads * value_dim, d_out)
         Applied to the heads' results side by side.
-    num_heads : int
-        Query heads.
-    num_kv_heads : int, optional
-        Grouped-query attention: query head h uses key head h // (num_heads // num_kv_heads). Default num_heads.
+    num_heads, num_kv_heads : int
+        Query heads; key heads, shared as in `attention`, by default num_heads.
     b_q, b_k, b_v, b_o : array_like, optional
         Biases, as long as their weight has columns; with a fused weight b_q is the fused bias.
     scale : float, optional
-        Factor of the scores if the call gives none; default 1 / sqrt(head_dim).
+        As in `attention`, if the call gives none.
     rotary : dict, optional
         Keyword arguments of `rotary_embedding` ({} for its defaults), which then turns queries and keys.
     per_head : bool
@@ -74,8 +72,7 @@ class MultiHeadAttention:
     and bfloat16 weights are converted to float32 in every call; convert them once if the memory allows it. The
     projections are NumPy's matrix products, so their last bits may depend on the number of rows of a call, those of the
     attention between them do not. A layer has the attributes num_heads, num_kv_heads, head_dim, value_dim, d_in,
-    d_context, d_out (int) and rotary (a copy of what was given, or None). Formula: Vaswani et al., "Attention Is All
-    You Need", 2017, section 3.2.2; grouped queries: Ainslie et al., "GQA", 2023.
+    d_context, d_out (int) and rotary (a copy of what was given, or None).
 
     Examples
     --------
@@ -176,25 +173,11 @@ class MultiHeadAttention:
 
         Notes
         -----
-        Known names, and what is done with them besides (``.weight``, ``.bias`` where there is one):
-
-        ======================================  ========================================================
-        in_proj_weight, out_proj                PyTorch nn.MultiheadAttention; used as W.T
-        {q,k,v}_proj_weight, out_proj           the same with kdim or vdim; W.T
-        {q,k,v}_proj, o_proj or out_proj        Llama, Mistral, Qwen2; OPT, CLIP, Whisper; W.T
-        qkv_proj, o_proj                        Phi-3; W.T
-        self.{query,key,value}, output.dense    BERT, RoBERTa; W.T
-        attention.{query,...}, output.dense     ViT in the transformers library; W.T
-        c_attn, c_proj                          GPT-2, whose weights are stored as x @ W already
-        query_key_value, dense                  GPT-NeoX, BLOOM, Falcon: head by head; W.T
-        q, k, v, o                              T5; W.T, scale 1 (give its `t5_bias` to the call)
-        qkv, proj                               ViT in timm; W.T
-        attn_{q,k,v}, attn_output               GGUF; W.T
-        attn_qkv, attn_output                   GGUF; W.T
-        ======================================  ========================================================
-
-        GGUF files of the Llama family hold the rows of q and k in another order than the original checkpoint: their
-        rotary needs ``interleaved=True``. ChatGLM uses the names of GPT-NeoX with another order: not supported.
+        Known are the names of PyTorch's nn.MultiheadAttention, of Llama, Mistral, Qwen2, Phi-3, OPT, CLIP, Whisper,
+        BERT, RoBERTa, ViT, GPT-2, GPT-NeoX, BLOOM, Falcon and T5 (scale 1; give its `t5_bias` to the call) in the
+        transformers library, of ViT in timm, and of GGUF files; the error for unknown names lists them all. GGUF files
+        of the Llama family hold the rows of q and k in another order than the original checkpoint: their rotary needs
+        ``interleaved=True``. ChatGLM uses the names of GPT-NeoX with another order: not supported.
 
         Examples
         --------
@@ -220,8 +203,6 @@ class MultiHeadAttention:
         names = ("d_in", "d_context", "d_out", "num_heads", "num_kv_heads", "head_dim", "value_dim", "rotary")
         parts = {name: getattr(self, name) for name in names}
         return f"{NAME}({', '.join(f'{name}={part}' for name, part in parts.items() if same.get(name, '') != part)})"
-
-    # ---- a call ----
 
     def __call__(
         self,
@@ -249,9 +230,8 @@ class MultiHeadAttention:
             of its own largest position.
         cache : KVCache, optional
             The keys and values of x are appended to it, and its default mask holds: a row sees all before it and
-            itself. x is then (batch, L, d_in), or (L, d_in) for a cache of one item. The cache turns queries and keys
-            if it has a `rotary` of its own, which must then be the layer's or the layer's must be None; otherwise the
-            layer does.
+            itself. x is then (batch, L, d_in), or (L, d_in) for a cache of one item. A cache with a `rotary` of its own
+            turns queries and keys itself; the layer's must be the same or None.
         lengths : array_like of int, shape (batch,), optional
             With a cache: the valid rows of x in each item, left-aligned. Output rows behind them mean nothing.
         out : ndarray, shape (..., L, d_out), optional
@@ -273,9 +253,15 @@ class MultiHeadAttention:
         IndexError
             A row at a position for which the tables of `rotary` have no row.
         """
-        _check_options(options)
+        if unknown := sorted(options.keys() - _OPTIONS):
+            raise TypeError(f"{NAME}: unknown option {unknown[0]!r}; known are {', '.join(sorted(_OPTIONS))}")
         rows, source = _rows("x", x, self.d_in), self._source(context)
-        self._check_positions(positions, source)
+        if self._rotary is not None and source:
+            raise ValueError(f"{NAME}: context and rotary do not go together: the rows of context have no position")
+        if self._rotary is None and positions is not None:
+            raise ValueError(
+                f"{NAME}: positions are for a layer with rotary and this one has none (q_start places the masks)"
+            )
         if cache is not None:
             self._check_cache(cache, rows, source, positions)
         elif lengths is not None:
@@ -287,17 +273,15 @@ class MultiHeadAttention:
             options.setdefault("scale", self._scale)
         q, k, v = self._heads(plan)
         if cache is not None:
-            found: Array | AttentionResult = cache.held.attempt(
+            return cache.held.attempt(
                 lambda: self._finish(self._attend_cached(q, k, v, cache, positions, lengths, options), plan, out)
             )
-            return found
         if self._rotary is not None:
             q, k = self._turn(q, positions), self._turn(k, positions)
         if q.shape[-2] != 1:  # the heads of a row side by side, as w_o takes them; a single row lies so anyway
             beside = np.empty((*plan.lead, q.shape[-2], self.num_heads, self.value_dim), plan.compute)
             options["out"] = beside.swapaxes(-2, -3)
-        result = attention(q, k, v, **options)
-        return self._finish(result, plan, out)
+        return self._finish(attention(q, k, v, **options), plan, out)
 
     def keys_values(self, context: ArrayLike) -> tuple[Array, Array]:
         """Keys and values of a context, for many calls that share it; not turned by `rotary`.
@@ -308,8 +292,7 @@ class MultiHeadAttention:
 
         Returns
         -------
-        k : ndarray, shape (..., num_kv_heads, S, head_dim)
-        v : ndarray, shape (..., num_kv_heads, S, value_dim)
+        k, v : ndarray, shapes (..., num_kv_heads, S, head_dim) and (..., num_kv_heads, S, value_dim)
 
         Examples
         --------
@@ -322,7 +305,7 @@ class MultiHeadAttention:
         """
         given = _rows("context", context, self.d_context)
         compute, dtype = promoted(NAME, given, self._like)
-        k, v = self._project.keys_values(given, compute)
+        k, v = self._project(given, "kv", compute)
         return rounded(k, dtype), rounded(v, dtype)
 
     def _source(self, context: Any) -> tuple[Array, ...]:
@@ -339,21 +322,11 @@ class MultiHeadAttention:
         if len(context) != 2:
             raise ValueError(f"{NAME}: context is a tuple of {len(context)}; it must be (k, v) from keys_values")
         k, v = (np.asarray(array) for array in context)
-        heads = self.num_kv_heads
         for name, array, width in (("k", k, self.head_dim), ("v", v, self.value_dim)):
-            if array.ndim < 3 or (array.shape[-3], array.shape[-1]) != (heads, width):
-                raise ValueError(
-                    f"{NAME}: {name} of context has shape {array.shape}; it must be (..., {heads}, S, {width})"
-                )
+            if array.ndim < 3 or (array.shape[-3], array.shape[-1]) != (self.num_kv_heads, width):
+                wanted = f"(..., {self.num_kv_heads}, S, {width})"
+                raise ValueError(f"{NAME}: {name} of context has shape {array.shape}; it must be {wanted}")
         return k, v
-
-    def _check_positions(self, positions: Any, context: tuple[Array, ...]) -> None:
-        if self._rotary is not None and context:
-            raise ValueError(f"{NAME}: context and rotary do not go together: the rows of context have no position")
-        if self._rotary is None and positions is not None:
-            raise ValueError(
-                f"{NAME}: positions are for a layer with rotary and this one has none (q_start places the masks)"
-            )
 
     def _check_cache(self, cache: Any, x: Array, context: tuple[Array, ...], positions: Any) -> None:
         if not isinstance(cache, KVCache):
@@ -366,9 +339,8 @@ class MultiHeadAttention:
             raise ValueError(f"{NAME}: x has shape {x.shape}; with a cache it must be (batch, L, {self.d_in})")
         if cache.held.rotary is None:
             return
-        if (
-            self._rotary is not None and self._agreed is not cache.held.rotary
-        ):  # once for each cache: tables may be large
+        # Compared once for each cache: tables may be large.
+        if self._rotary is not None and self._agreed is not cache.held.rotary:
             if not same_rotation(self._rotary, cache.held.rotary, self.head_dim):
                 raise ValueError(
                     f"{NAME}: the layer has rotary={self._rotary} and the cache rotary={cache.held.rotary}; "
@@ -392,15 +364,14 @@ class MultiHeadAttention:
         compute, dtype = promoted(NAME, x, *context, self._like)
         return _Plan(x, context, compute, dtype, lead, int(drop))
 
-    def _heads(self, plan: _Plan) -> tuple[Array, Array, Array]:
+    def _heads(self, plan: _Plan) -> list[Array]:
         """Queries (..., num_heads, L, head_dim), keys and values (..., num_kv_heads, S, width)."""
         if not plan.context:
-            return self._project.all(plan.x, plan.compute)
-        q = self._project.queries(plan.x, plan.compute)
+            return self._project(plan.x, "qkv", plan.compute)
+        queries = self._project(plan.x, "q", plan.compute)
         if len(plan.context) == 1:
-            return q, *self._project.keys_values(plan.context[0], plan.compute)
-        k, v = (rounded(array, plan.compute) for array in plan.context)
-        return q, k, v
+            return queries + self._project(plan.context[0], "kv", plan.compute)
+        return queries + [rounded(array, plan.compute) for array in plan.context]
 
     def _turn(self, x: Array, positions: Any) -> Array:
         """x (..., heads, L, head_dim), which is ours, turned: in place, but for one row a new array is quicker."""
@@ -431,8 +402,7 @@ class MultiHeadAttention:
 
     def _finish(self, result: Array | AttentionResult, plan: _Plan, out: Array | None) -> Array | AttentionResult:
         """Concatenates the heads, projects by w_o, and gives everything the caller's dtype and axes."""
-        attended = result.out if isinstance(result, AttentionResult) else result
-        beside = attended.swapaxes(-2, -3)
+        beside = (result.out if isinstance(result, AttentionResult) else result).swapaxes(-2, -3)
         beside = beside.reshape(*beside.shape[:-2], self.num_heads * self.value_dim)
         index = (0,) * plan.drop
         projected = rounded(times(beside, self._w_o, self._b_o, plan.compute)[index], plan.dtype)
@@ -447,9 +417,6 @@ class MultiHeadAttention:
         return AttentionResult(out, lse, weights)
 
 
-# ---- checks ----
-
-
 def _rows(name: str, value: Any, width: int) -> Array:
     array = as_array(NAME, name, value)
     if array.ndim < 2 or array.shape[-1] != width:
@@ -457,23 +424,14 @@ def _rows(name: str, value: Any, width: int) -> Array:
     return array
 
 
-def _check_options(options: dict[str, Any]) -> None:
-    unknown = sorted(options.keys() - _OPTIONS)
-    if unknown:
-        raise TypeError(f"{NAME}: unknown option {unknown[0]!r}; known are {', '.join(sorted(_OPTIONS))}")
-
-
 def _unpadded(positions: Any, counts: Array, rows: int) -> Any:
     """Given positions with those of padding replaced by the last one before it, or by 0 if there is none."""
     at = np.asarray(positions)
-    if at.dtype.kind not in "iu" or (at.ndim and at.shape[-1] != rows) or at.size == 0:
+    fits = at.shape[-1:] in ((), (rows,)) and at.shape[:-1] in ((), (1,), (len(counts),))
+    if at.dtype.kind not in "iu" or not fits or at.size == 0 or (at.ndim == 0 and abs(int(at)) >= 2**62):
         return positions  # for rotary_embedding to refuse
     if at.ndim == 0:
-        if not -(2**62) < int(at) < 2**62:
-            return positions
         at = int(at) + np.arange(rows)
     row = np.minimum(np.arange(rows), counts[:, None] - 1)
-    if at.ndim > 2 or (at.ndim == 2 and len(at) not in (1, len(counts))):
-        return positions
     found = np.take_along_axis(np.broadcast_to(at, row.shape), np.maximum(row, 0), axis=1)
     return np.where(row < 0, 0, found)

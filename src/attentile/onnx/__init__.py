@@ -1,27 +1,21 @@
-"""The ONNX operator Attention (opsets 23, 24, 25) with its own semantics, by the fused pass, and those around it::
+"""The ONNX operator Attention (opsets 23, 24, 25) with its own semantics, by the fused pass, and those around it.
 
-    attention(Q, K, V, ...)       the operator as a function; needs NumPy only
-    rotary_embedding(X, ...)      RotaryEmbedding (opset 23), likewise
-    tensor_scatter(cache, ...)    TensorScatter (opset 24), likewise
-    Attention, RotaryEmbedding, TensorScatter, operators()
-                                  the operators as classes for the package onnx,
-                                  for its onnx.reference.ReferenceEvaluator
+attention(), rotary_embedding() and tensor_scatter() need NumPy only. operators() gives them as classes for the package
+onnx and its onnx.reference.ReferenceEvaluator: Attention, RotaryEmbedding (opset 23), TensorScatter (opset 24).
 
 What Attention leaves to a runtime, or where its description and its reference implementation differ:
 
-* A row without any allowed key gives 0 in Y and in mode 3 of qk_matmul_output (description, errata of opset 23); that
-  is also attentile's rule, so nothing is done about it here. In mode 2 such a row is -inf.
+* A row without any allowed key gives 0 in Y and in mode 3 of qk_matmul_output (description, errata of opset 23), -inf
+  in mode 2.
 * Causal order and windows count from the first query's position: the past length, or nonpad_kv_seqlen - L per batch
-  item, or 0. This is none of attentile's two alignments when L != S, so q_start is always given.
+  item, or 0. This is none of attentile's two alignments when L != S.
 * A mask whose last axis is shorter than S excludes the keys after it, also if that axis is 1: it is padded, not
   broadcast, in the reference implementation and in the function body of opset 25.
 * qk_matmul_output_mode 0 is before softcap and mode 1 after it, as described and in the function body. The reference
   implementation of onnx 1.23 gives the capped scores in mode 0 too.
-* q_num_heads and kv_num_heads of 4-D inputs are accepted if they agree with the shapes; opset 25 wants them left out.
 * An excluded key is not used, even if it or its value is NaN, where adding -inf to its score would give NaN.
 * float16 and bfloat16 are computed in float32 and rounded once, where the function body rounds after every step.
-* softmax_precision is a lower bound: FLOAT, FLOAT16 and BFLOAT16 are met by the arithmetic as it is, DOUBLE makes the
-  whole computation float64. A precision below that of the inputs is not imitated.
+* A softmax_precision below that of the inputs is not imitated.
 """
 
 from __future__ import annotations
@@ -40,16 +34,14 @@ from ..masks import structure
 from ..outputs import AttentionResult
 from ..scores import Window
 from ..storage import rounded
-from .inputs import integers, split_heads
-from .operators import rotary_embedding, tensor_scatter
+from .operators import choice, integers, rotary_embedding, split_heads, tensor_scatter
 
 __all__ = ["AttentionOutputs", "attention", "operators", "rotary_embedding", "tensor_scatter"]
 
 Array = NDArray[Any]
 
 _NAME = "onnx.attention"  # in errors
-_DOUBLE = 11
-_PRECISIONS = {1: "FLOAT", 10: "FLOAT16", _DOUBLE: "DOUBLE", 16: "BFLOAT16"}  # numbers of TensorProto.DataType
+_DOUBLE = 11  # of TensorProto.DataType
 # qk_matmul_output_mode; 1 is after softcap
 _RAW = 0
 _BIASED = 2
@@ -63,10 +55,8 @@ class AttentionOutputs(NamedTuple):
     ----------
     Y : ndarray, shape (B, Hq, L, Dv) or (B, L, Hq * Dv)
         The output, with as many axes as Q.
-    present_key : ndarray, shape (B, Hkv, S, D)
-        Keys with the past before them.
-    present_value : ndarray, shape (B, Hkv, S, Dv)
-        Values, likewise.
+    present_key, present_value : ndarray, shapes (B, Hkv, S, D) and (B, Hkv, S, Dv)
+        Keys and values with the past before them; views of K and V if there is none.
     qk_matmul_output : ndarray, shape (B, Hq, L, S), or None
         Scores or weights, whichever the mode says; None if not asked for.
     """
@@ -87,18 +77,13 @@ def _window(left: int, right: int) -> Window:
 
 
 def _check_attributes(is_causal: int, mode: int, precision: int | None, softcap: float, scale: float | None) -> None:
-    if is_causal not in (0, 1):
-        raise ValueError(f"{_NAME}: is_causal is {is_causal!r}; it must be 0 or 1")
-    if mode not in (0, 1, 2, 3):
-        raise ValueError(f"{_NAME}: qk_matmul_output_mode is {mode!r}; it must be 0, 1, 2 or 3")
-    if precision is not None and precision not in _PRECISIONS:
-        known = ", ".join(f"{number} ({name})" for number, name in _PRECISIONS.items())
-        raise ValueError(f"{_NAME}: softmax_precision is {precision!r}; it must be one of {known}")
-    as_real(_NAME, "scale", 1.0 if scale is None else scale)
-    as_real(_NAME, "softcap", softcap)
-    if not (math.isfinite(softcap) and softcap >= 0):
+    choice(_NAME, "is_causal", is_causal, (0, 1), "0 or 1")
+    choice(_NAME, "qk_matmul_output_mode", mode, (0, 1, 2, 3), "0, 1, 2 or 3")
+    known = "one of 1 (FLOAT), 10 (FLOAT16), 11 (DOUBLE), 16 (BFLOAT16)"
+    choice(_NAME, "softmax_precision", precision, (None, 1, 10, _DOUBLE, 16), known)
+    if not 0 <= as_real(_NAME, "softcap", softcap) < math.inf:
         raise ValueError(f"{_NAME}: softcap is {softcap}; it must be positive, or 0 for no cap")
-    if scale is not None and not (math.isfinite(scale) and scale >= 0):
+    if scale is not None and not 0 <= as_real(_NAME, "scale", scale) < math.inf:
         raise ValueError(
             f"{_NAME}: scale is {scale}; it must be finite and not negative, for the operator multiplies "
             "Q and K by its square root"
@@ -119,22 +104,23 @@ def _inputs(Q: Any, K: Any, V: Any, q_heads: int | None, kv_heads: int | None) -
     return q, k, v
 
 
-def _with_past(k: Array, v: Array, past_key: Any, past_value: Any, lengths: Any) -> tuple[int, Array, Array]:
-    """(past length, past and new keys, past and new values)."""
+def _with_past(k: Array, v: Array, past_key: Any, past_value: Any, lengths: Any) -> tuple[Array, Array]:
+    """Past and new keys, past and new values."""
     if (past_key is None) != (past_value is None):
         raise ValueError(f"{_NAME}: past_key and past_value must be given together")
     if past_key is None:
-        return 0, k, v
+        return k, v
     if lengths is not None:
         raise ValueError(f"{_NAME}: nonpad_kv_seqlen can't be combined with past_key and past_value")
-    joined = []
-    for name, given, new in (("past_key", past_key, k), ("past_value", past_value, v)):
+
+    def joined(name: str, given: Any, new: Array) -> Array:
         past, (batch, heads, _, width) = np.asarray(given), new.shape
-        if past.ndim != 4 or (*past.shape[:2], past.shape[3]) != (batch, heads, width):
+        if past.shape != (batch, heads, *past.shape[2:3], width):
             wanted = f"({batch}, {heads}, past length, {width})"
             raise ValueError(f"{_NAME}: {name} has shape {past.shape}; it must be {wanted}")
-        joined.append(np.concatenate((past, new), axis=2, dtype=new.dtype))
-    return joined[0].shape[2] - k.shape[2], joined[0], joined[1]
+        return np.concatenate((past, new), axis=2, dtype=new.dtype)
+
+    return joined("past_key", past_key, k), joined("past_value", past_value, v)
 
 
 def _places(
@@ -145,7 +131,7 @@ def _places(
     start: int | NDArray[np.intp] = past
     if nonpad_kv_seqlen is not None:
         valid = integers(_NAME, "nonpad_kv_seqlen", nonpad_kv_seqlen, shape[:1], "batch item")
-        if valid.size and (valid.min() < 0 or valid.max() > shape[1]):
+        if ((valid < 0) | (valid > shape[1])).any():
             raise ValueError(
                 f"{_NAME}: nonpad_kv_seqlen has values from {valid.min()} to {valid.max()}; they must lie between 0 "
                 f"and the number of keys, {shape[1]}"
@@ -172,21 +158,18 @@ def _mask(attn_mask: Any, keys: int) -> tuple[Array | None, int]:
     return mask, mask.shape[-1]
 
 
-# ---- qk_matmul_output, modes 0 to 2: the fused pass has no scores to give ----
-
-
 def _scores(q: Array, k: Array, scale: float | None, softcap: float) -> Array:
-    """scale * q k^T, capped: (batch, q heads, L, S) in the dtype of the arithmetic."""
+    """scale * q k^T, capped: (batch, q heads, L, S) in the dtype of the arithmetic. The fused pass gives no scores."""
     dtype = np.result_type(np.float32, q, k)
-    batch, heads, queries, width = q.shape
+    (batch, heads, queries, width), (_, kv_heads, keys, _) = q.shape, k.shape
     factor, cap = dtype.type(1 / math.sqrt(width) if scale is None else scale), dtype.type(softcap)
-    group = heads // max(k.shape[1], 1)
     with np.errstate(all="ignore"):
-        grouped = (q.astype(dtype, copy=False) * factor).reshape(batch, k.shape[1], group, queries, width)
+        scaled = q.astype(dtype, copy=False) * factor
+        grouped = scaled.reshape(batch, kv_heads, heads // max(kv_heads, 1), queries, width)
         scores: Array = grouped @ k.astype(dtype, copy=False)[:, :, None].swapaxes(-1, -2)
         if softcap:
             scores = cap * np.tanh(scores / cap)
-    return scores.reshape(batch, heads, queries, k.shape[2])
+    return scores.reshape(batch, heads, queries, keys)
 
 
 def _add_masks(scores: Array, mask: Array | None, reach: int, places: dict[str, Any]) -> None:
@@ -199,15 +182,12 @@ def _add_masks(scores: Array, mask: Array | None, reach: int, places: dict[str, 
         mask = mask != -np.inf
     if mask is not None:
         np.copyto(within, -np.inf, where=~mask)
-    intervals = structure(scores.shape[:1], scores.shape[2], reach, places).intervals(scores.shape[2], reach)
+    batch, _, queries, _ = scores.shape
+    intervals = structure((batch,), queries, reach, places).intervals(queries, reach)
     if intervals is not None:
-        lo, hi = (np.broadcast_to(side, scores.shape[:1] + scores.shape[2:3]) for side in intervals)
-        j = np.arange(reach)
-        hidden = (j < lo[..., None]) | (j >= hi[..., None])
-        np.copyto(within, -np.inf, where=hidden[:, None])
-
-
-# ---- the operator ----
+        lo, hi = (side[..., None, :, None] for side in intervals)
+        keys = np.arange(reach)
+        np.copyto(within, -np.inf, where=(keys < lo) | (keys >= hi))
 
 
 def attention(
@@ -233,14 +213,14 @@ def attention(
 ) -> AttentionOutputs:
     """The ONNX operator Attention of opsets 23, 24 and 25: inputs in its order, attributes by name.
 
+    https://onnx.ai/onnx/operators/onnx__Attention.html; the description of the module says where its text leaves room.
+
     Parameters
     ----------
     Q : array_like of float, shape (B, Hq, L, D) or (B, L, Hq * D)
         Queries; three axes go with q_num_heads and kv_num_heads.
-    K : array_like of float, shape (B, Hkv, S', D) or (B, S', Hkv * D)
-        Keys. Hq must be a multiple of Hkv.
-    V : array_like of float, shape (B, Hkv, S', Dv) or (B, S', Hkv * Dv)
-        Values.
+    K, V : array_like of float, shapes (B, Hkv, S', D) and (B, Hkv, S', Dv)
+        Keys and values, or with three axes like Q. Hq must be a multiple of Hkv.
     attn_mask : array_like of bool or number, optional
         bool: True = may attend; else added to the scores. Broadcasts to (B, Hq, L, S), but a last axis shorter than S
         excludes the keys after it.
@@ -259,9 +239,9 @@ def attention(
     scale : float, optional
         Not negative; default 1 / sqrt(D).
     softcap : float
-        Scores become softcap * tanh(score / softcap), before the mask; 0 = no cap.
+        As in `attentile.attention`; 0 = no cap.
     softmax_precision : {1, 10, 11, 16}, optional
-        TensorProto.DataType of the softmax, taken as a lower bound: 11 (DOUBLE) computes all in float64.
+        TensorProto.DataType of the softmax, a lower bound: 11 (DOUBLE) computes all in float64, others change nothing.
     return_qk : bool
         Whether qk_matmul_output is asked for. Modes 0 to 2 then compute the scores a second time, in NumPy.
     num_threads : int, optional
@@ -270,21 +250,12 @@ def attention(
     Returns
     -------
     AttentionOutputs (Y, present_key, present_value, qk_matmul_output)
-        Y has shape (B, Hq, L, Dv), for three-axis inputs (B, L, Hq * Dv), and Q's dtype. present_key (B, Hkv, S, D) and
-        present_value (B, Hkv, S, Dv) are views of K and V without a past. qk_matmul_output (B, Hq, L, S) has Q's dtype
-        and is None unless asked for.
+        Y and qk_matmul_output have Q's dtype.
 
     Raises
     ------
-    TypeError
-        Q, K or V not floating.
-    ValueError
-        Shapes, heads or attributes that do not fit; past_key without past_value or with nonpad_kv_seqlen.
-
-    Notes
-    -----
-    A row without an allowed key gives 0 in Y and in mode 3. The description of the module says where the operator's
-    text leaves room and what is done then. https://onnx.ai/onnx/operators/onnx__Attention.html
+    TypeError, ValueError
+        Q, K or V not floating; shapes, heads or attributes that do not fit.
 
     Examples
     --------
@@ -292,39 +263,38 @@ def attention(
 
     >>> import numpy as np
     >>> from attentile import onnx
-    >>> rng = np.random.default_rng(0)
-    >>> q, k, v = rng.standard_normal((3, 1, 1, 16), dtype=np.float32)  # batch 1, one token, 2 heads of width 8
-    >>> past = rng.standard_normal((2, 1, 2, 5, 8), dtype=np.float32)
-    >>> Y, present_key, present_value, _ = onnx.attention(
-    ...     q, k, v, None, past[0], past[1], q_num_heads=2, kv_num_heads=2, is_causal=1
-    ... )
-    >>> Y.shape, present_key.shape
+    >>> x = np.ones((1, 1, 16), np.float32)  # batch 1, one token, 2 heads of width 8
+    >>> past = np.zeros((1, 2, 5, 8), np.float32)
+    >>> found = onnx.attention(x, x, x, None, past, past, q_num_heads=2, kv_num_heads=2, is_causal=1)
+    >>> found.Y.shape, found.present_key.shape
     ((1, 1, 16), (1, 2, 6, 8))
     """
     _check_attributes(is_causal, qk_matmul_output_mode, softmax_precision, softcap, scale)
     window = _window(left_window_size, right_window_size)
     q, k, v = _inputs(Q, K, V, q_num_heads, kv_num_heads)
-    past, k, v = _with_past(k, v, past_key, past_value, nonpad_kv_seqlen)
-    present, dtype = (k, v), q.dtype.newbyteorder("=")
-    (batch, _, queries, _), keys = q.shape, k.shape[2]
+    present = _with_past(k, v, past_key, past_value, nonpad_kv_seqlen)
+    past = present[0].shape[2] - k.shape[2]
+    k, v = present
+    (batch, heads, queries, _), keys = q.shape, k.shape[2]
+    dtype = q.dtype.newbyteorder("=")
     mask, reach = _mask(attn_mask, keys)
     places = _places(bool(is_causal), window, past, nonpad_kv_seqlen, queries, (batch, keys), reach)
     if softmax_precision == _DOUBLE:
         q, k, v = (array.astype(np.float64, copy=False) for array in (q, k, v))
-    # The keys that a short mask does not reach are excluded in every row: left out, they need no padded mask.
-    options: dict[str, Any] = {"mask" if mask is None or mask.dtype == np.bool_ else "bias": mask, **places}
-    if np.ndim(Q) == 3:  # heads side by side: the pass writes them there, so that Y is a view
-        beside = np.empty((batch, queries, q.shape[1], v.shape[3]), np.result_type(q, k, v))
-        options["out"] = beside.swapaxes(1, 2)
-    options |= {"scale": scale, "softcap": softcap or None, "num_threads": num_threads}
+    options = places | {"scale": scale, "softcap": softcap or None, "num_threads": num_threads}
+    options["mask" if mask is None or mask.dtype == np.bool_ else "bias"] = mask
     options["return_weights"] = return_qk and qk_matmul_output_mode == _WEIGHTS
+    if np.ndim(Q) == 3:  # heads side by side: the pass writes them there, so that Y is a view
+        beside = np.empty((batch, queries, heads, v.shape[3]), np.result_type(q, k, v))
+        options["out"] = beside.swapaxes(1, 2)
+    # The keys that a short mask does not reach are excluded in every row: left out, they need no padded mask.
     result = _fused(q, k[:, :, :reach], v[:, :, :reach], **options)
     Y, weights = (result.out, result.weights) if isinstance(result, AttentionResult) else (result, None)
     if np.ndim(Q) == 3:
-        Y = beside.reshape(batch, queries, q.shape[1] * v.shape[3])
+        Y = beside.reshape(batch, queries, heads * v.shape[3])
     scores = None
     if weights is not None:
-        scores = np.zeros((*q.shape[:3], keys), dtype)
+        scores = np.zeros((batch, heads, queries, keys), dtype)
         scores[..., :reach] = weights
     elif return_qk:
         scores = _scores(q, k, scale, softcap if qk_matmul_output_mode != _RAW else 0)
@@ -334,18 +304,14 @@ def attention(
     return AttentionOutputs(rounded(Y, dtype, overflow="ignore"), *present, scores)
 
 
-# ---- the reference evaluator ----
-
-
 @cache
 def operators() -> tuple[type[Any], ...]:
     """The operators as classes for the reference evaluator of the package onnx, as one tuple.
 
-    They are `Attention`, `RotaryEmbedding` and `TensorScatter`, which this module also has by their names.
-
     Returns
     -------
     tuple of subclasses of onnx.reference.op_run.OpRun
+        `Attention`, `RotaryEmbedding` and `TensorScatter`, which this module also has by their names.
 
     Raises
     ------
@@ -365,27 +331,25 @@ def operators() -> tuple[type[Any], ...]:
             "attentile.onnx: the classes for the reference evaluator need the package onnx; pip install onnx"
         ) from error
 
-    def operator(name: str, compute: Callable[..., tuple[Any, ...]]) -> type[Any]:
+    def operator(name: str, function: Callable[..., Any]) -> type[Any]:
         def _run(self: Any, *inputs: Any, **attributes: Any) -> tuple[Any, ...]:
             given = {key: value for key, value in attributes.items() if value is not None}
-            return compute(self.onnx_node, *inputs, **given)
+            outputs = list(self.onnx_node.output)
+            while not outputs[-1]:  # the last ones may be left out
+                outputs.pop()
+            if len(outputs) == len(AttentionOutputs._fields):
+                given["return_qk"] = True
+            found = function(*inputs, **given)
+            return found[: len(outputs)] if isinstance(found, tuple) else (found,)
 
         doc = f"The operator {name} for onnx.reference.ReferenceEvaluator(model, new_ops=[{name}])."
         return type(name, (OpRun,), {"__doc__": doc, "__module__": __name__, "op_domain": "", "_run": _run})
 
     return (
-        operator("Attention", _wanted_outputs),
-        operator("RotaryEmbedding", lambda _, *inputs, **given: (rotary_embedding(*inputs, **given),)),
-        operator("TensorScatter", lambda _, *inputs, **given: (tensor_scatter(*inputs, **given),)),
+        operator("Attention", attention),
+        operator("RotaryEmbedding", rotary_embedding),
+        operator("TensorScatter", tensor_scatter),
     )
-
-
-def _wanted_outputs(node: Any, *inputs: Any, **given: Any) -> tuple[Any, ...]:
-    """Those outputs of Attention that the node names, the last of which may be left out."""
-    names = list(node.output)
-    while not names[-1]:
-        names.pop()
-    return attention(*inputs, **given, return_qk=len(names) == len(AttentionOutputs._fields))[: len(names)]
 
 
 def __getattr__(name: str) -> Any:

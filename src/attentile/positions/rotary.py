@@ -61,7 +61,7 @@ def _plain(array: Array, dtype: type) -> Array:
 
 
 def places_of(positions: Any, lead: tuple[int, ...], rows: int) -> Places:
-    """The positions of x, whose axes before H are `lead`."""
+    """The checked positions of rows with these batch axes."""
     if positions is None:
         return Places(0, None, 0, rows - 1)
     if type(positions) is int and 0 <= positions <= _FARTHEST - rows:  # at every token of a decoder
