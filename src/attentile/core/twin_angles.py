@@ -1,10 +1,9 @@
 """Positional encoding and rotary embedding in plain NumPy: the fallback without the compiled core, its second opinion.
 
-A float64 product position * frequency is wrong by half a ULP, which at position 10**6 moves the angle by 6e-11. So
-frequencies and angles are unevaluated sums (high, low) of two float64 arrays, about 106 bits, and they count quarter
-turns instead of radians: the whole turns then drop out by an exact subtraction, and only what is left of the angle,
-|d| <= 1/2 quarter turns, becomes radians. Unlike kernels/angles.inc, which rotates one table by another, every sine
-here is computed from its own angle.
+A float64 product position * frequency moves the angle at position 10**6 by 6e-11. So frequencies and angles are
+unevaluated sums (high, low) of two float64 arrays, about 106 bits, and they count quarter turns: whole ones drop out by
+an exact subtraction, and only what is left of the angle, |d| <= 1/2 quarter turns, becomes radians. Unlike
+kernels/angles.inc, which rotates one table by another, every sine here is computed from its own angle.
 """
 
 from __future__ import annotations
@@ -55,19 +54,16 @@ def _product(a: Sum, b: Sum) -> Sum:
     return _renormalised(high, _product_error(a[0], b[0], high) + a[0] * b[1] + a[1] * b[0])
 
 
-def _frequencies(pairs: int, ratio: tuple[float, float]) -> tuple[Array, Array]:
+def _frequencies(pairs: int, ratio: Sum) -> Sum:
     """2 / pi * ratio**i for i < pairs: quarter turns per position. Each round doubles how many powers are known."""
-    high, low = np.empty(pairs), np.empty(pairs)
-    high[:1], low[:1] = _TWO_OVER_PI
-    known, power = 1, ratio
-    while known < pairs:
-        n = min(known, pairs - known)
-        high[known : known + n], low[known : known + n] = _product((high[:n], low[:n]), power)
-        known, power = known + n, _product(power, power)
-    return high, low
+    powers = np.array(_TWO_OVER_PI)[:, None]
+    while powers.shape[1] < pairs:
+        powers = np.hstack([powers, _product((powers[0], powers[1]), ratio)])
+        ratio = _product(ratio, ratio)
+    return powers[0, :pairs], powers[1, :pairs]
 
 
-def _sincos(positions: Array, frequencies: tuple[Array, Array]) -> tuple[Array, Array]:
+def _sincos(positions: Array, frequencies: Sum) -> tuple[Array, Array]:
     """Sines and cosines, (rows, pairs), of positions (rows, 1) times frequencies (pairs,) in quarter turns."""
     high, low = frequencies
     turns = positions * high
@@ -86,7 +82,7 @@ def _sincos(positions: Array, frequencies: tuple[Array, Array]) -> tuple[Array, 
 def encode(out: Array, first_position: float, ratio_high: float, ratio_low: float) -> None:
     """The core's function of this name: sinusoids of positions first_position, first_position + 1, ... into out."""
     width = out.shape[1]
-    pairs = width // 2 + width % 2
+    pairs = (width + 1) // 2
     step = max(1, _BLOCK // pairs)
     with np.errstate(under="ignore"):  # of frequencies next to 0, whatever np.seterr says
         frequencies = _frequencies(pairs, (ratio_high, ratio_low))
@@ -100,15 +96,14 @@ def encode(out: Array, first_position: float, ratio_high: float, ratio_low: floa
 
 def rotate(x: Array, y: Array, turn: Turn, positions: Array | None, first: int, threads: int) -> None:
     """The core's function of this name (see _rotary.pxi): x (B, H, L, D) turned into y, which may be x."""
-    _, heads, length, width = x.shape
-    pairs = turn.pairs
-    n = 2 * pairs
-    one, two = (slice(0, n, 2), slice(1, n, 2)) if turn.neighbours else (slice(0, pairs), slice(pairs, n))
+    items, heads, length, width = x.shape
+    n = 2 * turn.pairs
+    one, two = (slice(0, n, 2), slice(1, n, 2)) if turn.neighbours else (slice(0, n // 2), slice(n // 2, n))
     if positions is None:
         positions = first + np.arange(length)[None]
-    step = max(1, _BLOCK // max(heads * width, pairs))
+    step = max(1, _BLOCK // (heads * width))
     with np.errstate(under="ignore", over="ignore", invalid="ignore"):  # as in the core, which never warns
-        for item, start in np.ndindex(len(x), -(-length // step)):
+        for item, start in np.ndindex(items, -(-length // step)):
             rows = slice(start * step, (start + 1) * step)
             at = positions[item % len(positions), rows]
             if turn.high is not None and turn.low is not None:

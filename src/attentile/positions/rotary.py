@@ -14,14 +14,7 @@ from ..core.twin_angles import Turn
 from ..runtime import backend
 from ..runtime.threads import threads_for
 from ..storage import promoted, ready, rounded
-from .scaling import (
-    DEFAULT_BASE,
-    NAME,
-    Frequencies,
-    plain_frequencies,
-    read_scaling,
-    scaled_frequencies,
-)
+from .scaling import DEFAULT_BASE, NAME, Scaling, frequencies, read_scaling
 
 Array = NDArray[Any]
 
@@ -38,9 +31,6 @@ class Places(NamedTuple):
     array: Array | None
     smallest: int
     largest: int
-
-
-# ---- checks ----
 
 
 def _rotary_dim(rotary_dim: Any, width: int, fraction: float | None = None) -> int:
@@ -70,8 +60,20 @@ def _plain(array: Array, dtype: type) -> Array:
     return np.require(array, dtype, ("C", "A"))
 
 
-def _given_positions(positions: Any, lead: tuple[int, ...], rows: int) -> Array:
-    """An array of positions as int64 (1 or items, L)."""
+def places_of(positions: Any, lead: tuple[int, ...], rows: int) -> Places:
+    """The checked positions of rows with these batch axes."""
+    if positions is None:
+        return Places(0, None, 0, rows - 1)
+    if type(positions) is int and 0 <= positions <= _FARTHEST - rows:  # at every token of a decoder
+        return Places(positions, None, positions, positions + rows - 1)
+    if isinstance(positions, (int, np.integer)) or (isinstance(positions, np.ndarray) and positions.ndim == 0):
+        first = integer(NAME, "positions", positions if not isinstance(positions, np.ndarray) else positions[()])
+        if not -_FARTHEST <= first <= first + max(rows - 1, 0) <= _FARTHEST:
+            raise ValueError(
+                f"{NAME}: positions={first} puts {rows} rows at positions up to {first + rows - 1}; they "
+                "must stay within -2**50 and 2**50"
+            )
+        return Places(first, None, first, first + rows - 1)
     array = np.asarray(positions)
     if array.dtype.kind not in "iu" and not (array.size == 0 and isinstance(positions, (list, tuple))):
         raise TypeError(f"{NAME}: positions has dtype {array.dtype}; positions must be integers (.astype(np.int64))")
@@ -92,25 +94,8 @@ def _given_positions(positions: Any, lead: tuple[int, ...], rows: int) -> Array:
             f"{NAME}: positions run from {array.min()} to {array.max()}; they must stay within -2**50 and 2**50"
         )
     one = array.size == rows  # all items share it
-    return _plain(array.reshape(1, rows) if one else shaped.reshape(-1, rows), np.int64)
-
-
-def places_of(positions: Any, lead: tuple[int, ...], rows: int) -> Places:
-    """The checked positions of rows with these batch axes."""
-    if positions is None:
-        return Places(0, None, 0, rows - 1)
-    if type(positions) is int and 0 <= positions <= _FARTHEST - rows:
-        return Places(positions, None, positions, positions + rows - 1)
-    if isinstance(positions, (int, np.integer)) or (isinstance(positions, np.ndarray) and positions.ndim == 0):
-        first = integer(NAME, "positions", positions if not isinstance(positions, np.ndarray) else positions[()])
-        if not -_FARTHEST <= first <= first + max(rows - 1, 0) <= _FARTHEST:
-            raise ValueError(
-                f"{NAME}: positions={first} puts {rows} rows at positions up to {first + rows - 1}; they "
-                "must stay within -2**50 and 2**50"
-            )
-        return Places(first, None, first, first + rows - 1)
-    array = _given_positions(positions, lead, rows)
-    return Places(0, array, int(array.min(initial=_FARTHEST)), int(array.max(initial=-_FARTHEST)))
+    at = _plain(array.reshape(1, rows) if one else shaped.reshape(-1, rows), np.int64)
+    return Places(0, at, int(at.min(initial=_FARTHEST)), int(at.max(initial=-_FARTHEST)))
 
 
 # ---- what turns the pairs ----
@@ -128,37 +113,37 @@ def _table(name: str, table: Any, dim: int) -> Array:
     return array
 
 
-def _from_tables(cos: Any, sin: Any, dim: int, places: Places, inverse: bool) -> tuple[Array, Array, Places]:
-    """Both tables in float32 or float64 as the core takes them, and the positions as rows of them."""
+def _turn_by_table(
+    width: int, places: Places, rotary_dim: Any, cos: Any, sin: Any, interleaved: bool, inverse: bool
+) -> tuple[Turn, Places]:
+    """The turn by both tables in float32 or float64 as the core takes them, and the positions as rows of them."""
+    dim = _rotary_dim(rotary_dim, width)
     if cos is None or sin is None:
         raise ValueError(
             f"{NAME}: {'cos' if sin is None else 'sin'} is given without {'sin' if sin is None else 'cos'}; "
             "give both tables"
         )
-    tables = _table("cos", cos, dim), _table("sin", sin, dim)
-    if tables[0].shape != tables[1].shape:
-        raise ValueError(f"{NAME}: cos has shape {tables[0].shape} and sin {tables[1].shape}; they must be equal")
-    n = len(tables[0])
+    cosines, sines = _table("cos", cos, dim), _table("sin", sin, dim)
+    if cosines.shape != sines.shape:
+        raise ValueError(f"{NAME}: cos has shape {cosines.shape} and sin {sines.shape}; they must be equal")
+    n, dtype = len(cosines), cosines.dtype
     if places.smallest <= places.largest and not 0 <= places.smallest <= places.largest < n:
         raise IndexError(
             f"{NAME}: positions run from {places.smallest} to {places.largest} and the tables have {n} rows; "
             f"with cos= and sin= each position must lie between 0 and {n - 1}"
         )
-    dtype = tables[0].dtype
-    fit = not inverse and dtype in (np.float32, np.float64)
-    if fit and all(t.dtype == dtype and t.flags.aligned and t.strides[1] == t.itemsize for t in tables):
-        return tables[0], tables[1], places
-    if places.array is None:  # the rows that are met, no others
-        tables = tables[0][places.first : places.largest + 1], tables[1][places.first : places.largest + 1]
-        places = Places(0, None, 0, places.largest - places.first)
-    elif places.array.size < n:
-        rows = places.array.ravel()
-        tables = tables[0][rows], tables[1][rows]
-        places = Places(0, np.arange(rows.size, dtype=np.int64).reshape(places.array.shape), 0, rows.size - 1)
-    cosines, sines = (_plain(t, np.float64) for t in tables)
-    if inverse:
-        cosines, sines = _undone(cosines, sines)
-    return cosines, sines, places
+    fit = dtype in (np.float32, np.float64) and not inverse
+    if not fit or any(t.dtype != dtype or not t.flags.aligned or t.strides[1] != t.itemsize for t in (cosines, sines)):
+        at = places.array
+        if at is None:
+            at = np.arange(places.first, places.largest + 1)[None]
+        if at.size < n:  # the rows that are met, no others
+            cosines, sines = cosines[at.ravel()], sines[at.ravel()]
+            places = Places(0, np.arange(at.size, dtype=np.int64).reshape(at.shape), 0, at.size - 1)
+        cosines, sines = _plain(cosines, np.float64), _plain(sines, np.float64)
+        if inverse:
+            cosines, sines = _undone(cosines, sines)
+    return Turn(dim // 2, interleaved, None, None, cosines, sines, 1.0, -1.0 if inverse else 1.0), places
 
 
 def _undone(cosines: Array, sines: Array) -> tuple[Array, Array]:
@@ -174,43 +159,31 @@ def _undone(cosines: Array, sines: Array) -> tuple[Array, Array]:
         return cosines / size / size, sines / size / size
 
 
-def _frequencies(base: Any, rotary_dim: Any, scaling: Any, width: int, places: Places) -> tuple[int, Frequencies]:
-    """(rotary_dim, frequencies)"""
-    real = finite(NAME, "base", base)
-    if scaling is None:
-        dim = _rotary_dim(rotary_dim, width)
-        found = plain_frequencies(real, dim)
-    else:
-        rules = read_scaling(scaling)
-        if rules.base is not None and real not in (DEFAULT_BASE, rules.base):
+def _settled(width: int, base: Any, rotary_dim: Any, scaling: Any) -> tuple[float, int, Scaling]:
+    """(base, rotary_dim, scaling), of which the last one may give the others."""
+    real, rules = finite(NAME, "base", base), read_scaling(scaling)
+    if rules.base is not None:
+        if real not in (DEFAULT_BASE, rules.base):
             raise ValueError(
                 f"{NAME}: base is {real} and scaling['rope_theta'] is {rules.base}; leave out one of the two"
             )
-        dim = _rotary_dim(rotary_dim, width, rules.rotary_fraction)
-        found = scaled_frequencies(rules, real if rules.base is None else rules.base, dim, places.largest + 1)
+        real = rules.base
+    return real, _rotary_dim(rotary_dim, width, rules.rotary_fraction), rules
+
+
+def _turn_by_angle(
+    width: int, places: Places, base: Any, rotary_dim: Any, scaling: Any, interleaved: bool, inverse: bool
+) -> Turn:
+    real, dim, rules = _settled(width, base, rotary_dim, scaling)
+    found = frequencies(rules, real, dim, places.largest + 1)
     reach = max(abs(places.smallest), abs(places.largest)) if places.smallest <= places.largest else 0
     if found.largest * max(reach, 1) > _QUARTERS:
         raise ValueError(
             f"{NAME}: base is {real}, with which positions up to {reach} turn by more than 2**50 radians; "
             "use a larger base or smaller positions"
         )
-    return dim, found
-
-
-def _turn_by_angle(
-    width: int, places: Places, base: Any, rotary_dim: Any, scaling: Any, interleaved: bool, inverse: bool
-) -> Turn:
-    dim, found = _frequencies(base, rotary_dim, scaling, width, places)
     factor = 1.0 / found.attention_factor if inverse else found.attention_factor
     return Turn(dim // 2, interleaved, found.high, found.low, None, None, factor, -factor if inverse else factor)
-
-
-def _turn_by_table(
-    width: int, places: Places, rotary_dim: Any, cos: Any, sin: Any, interleaved: bool, inverse: bool
-) -> tuple[Turn, Places]:
-    dim = _rotary_dim(rotary_dim, width)
-    cosines, sines, places = _from_tables(cos, sin, dim, places, inverse)
-    return Turn(dim // 2, interleaved, None, None, cosines, sines, 1.0, -1.0 if inverse else 1.0), places
 
 
 # ---- memory ----
@@ -218,11 +191,7 @@ def _turn_by_table(
 
 def _four_axes(array: Array) -> Array:
     """(B, H, L, D), a view where strides allow it."""
-    if array.ndim == 4:
-        return array
-    if array.ndim < 4:
-        return array[(None,) * (4 - array.ndim)]
-    return array.reshape(-1, *array.shape[-3:])
+    return array[(None,) * (4 - array.ndim)] if array.ndim <= 4 else array.reshape(-1, *array.shape[-3:])
 
 
 def _apart(x: Array, out: Array) -> Array:
@@ -259,22 +228,17 @@ def _rotate(x: Array, out: Array, compute: np.dtype[Any], turn: Turn, places: Pl
         run(x, out, turn, places.array, places.first, threads)
         return
     target = _four_axes(out)
-    if not np.may_share_memory(target, out):  # more than four axes that do not fold
+    last_contiguous = target.shape[-1] == 1 or target.strides[-1] == target.itemsize
+    # More than four axes need not fold into a view.
+    direct = np.may_share_memory(target, out) and target.flags.aligned and last_contiguous
+    if not direct:
         target = np.empty(target.shape, out.dtype)
-    if out.dtype not in (np.float32, np.float64):
-        _rotate_half(_four_axes(_apart(x, out)), target, run, turn, places, threads)
+    if out.dtype in (np.float32, np.float64):
+        run(_four_axes(_apart(ready(x, compute), out)), target, turn, places.array, places.first, threads)
     else:
-        given = _four_axes(_apart(ready(x, compute), out))
-        aligned = target.flags.aligned and (target.shape[-1] == 1 or target.strides[-1] == target.itemsize)
-        direct = target if aligned else np.empty(target.shape, compute)
-        run(ready(given, compute), direct, turn, places.array, places.first, threads)
-        if direct is not target:
-            target[...] = direct
-    if not np.may_share_memory(target, out):
+        _rotate_half(_four_axes(_apart(x, out)), target, run, turn, places, threads)
+    if not direct:
         out[...] = target.reshape(out.shape)
-
-
-# ---- the function ----
 
 
 def rotary_embedding(
@@ -294,16 +258,18 @@ def rotary_embedding(
 
     With angle = position * base**(-2i / rotary_dim) a pair (a, b) becomes
     ``(a cos(angle) - b sin(angle), b cos(angle) + a sin(angle))``, so that the product of a query at m and a key at n
-    depends on m - n only. Angles have twice the digits of float64, the arithmetic is float64 and rounded once.
+    depends on m - n only. Angles have twice the digits of float64, the arithmetic is float64 and rounded once. The bits
+    of a row depend on its values and its position, and on nothing else (batch, L, layout, threads, AVX2 or AVX-512);
+    with dynamic and longrope also on the length. Formula: Su et al., "RoFormer", 2021, section 3.4.2; of the scaling:
+    Peng et al., "YaRN", 2023; Ding et al., "LongRoPE", 2024; Grattafiori et al., "The Llama 3 Herd", 2024.
 
     Parameters
     ----------
     x : array_like, shape (..., H, L, D) or (L, D)
-        Queries or keys, one row per token. float32 and float64 keep their dtype, float16 and bfloat16 are computed in
-        float64 and rounded once, integers give float64.
+        Queries or keys, one row per token. float64, float32, float16 and bfloat16 are kept, integers give float64.
     positions : None, int or array_like of int, shape (L,) or (..., L), optional
-        Positions of the rows: 0, 1, ... (None), from this one on (int), these (L,), or these for each batch item: the
-        axes before L broadcast to those of x before H. Any order, negative ones too, within -2**50 and 2**50.
+        0, 1, ... (None), from this one on (int), these, or these for each batch item: the axes before L broadcast to
+        those of x before H. Any order, negative ones too, within -2**50 and 2**50.
     base : float, optional
         The first pair turns by one radian per position, the last ones by nearly 1 / base. Finite and positive.
     rotary_dim : int, optional
@@ -318,9 +284,9 @@ def rotary_embedding(
     cos, sin : array_like of float, shape (n, rotary_dim / 2), optional
         Tables of the caller, row = position, instead of base and scaling. They need not be a rotation.
     inverse : bool, optional
-        Undo the embedding of the same arguments. Where cos**2 + sin**2 = 1 (always without tables and without an
-        attention factor) that is the transpose, and thus the gradient: applied to the gradient of the result it gives
-        that of x. Otherwise it divides by cos**2 + sin**2, which the gradient does not.
+        Undo the embedding of the same arguments. Where cos**2 + sin**2 = 1 (always without tables and attention
+        factor) that is the transpose: it turns the gradient of the result into that of x. Otherwise it divides by
+        cos**2 + sin**2, which the gradient does not.
     out : ndarray, shape of x, optional
         Array of the result's dtype with any strides to write into. ``out=x`` works in place.
 
@@ -339,23 +305,16 @@ def rotary_embedding(
     IndexError
         A position without a row in the tables. As with every error, nothing has been written then.
 
-    Notes
-    -----
-    The bits of a row depend on its values and its position, and on nothing else (batch, L, layout, threads, AVX2 or
-    AVX-512); with dynamic and longrope also on the length. Formula: Su et al., "RoFormer", 2021, section 3.4.2; of the
-    scaling: Peng et al., "YaRN", 2023; Ding et al., "LongRoPE", 2024; Grattafiori et al., "The Llama 3 Herd", 2024.
-
     Examples
     --------
     >>> import numpy as np
     >>> from attentile import rotary_embedding
-    >>> q = np.ones((1, 2, 3, 4), dtype=np.float32)  # batch 1, 2 heads, 3 tokens, width 4
-    >>> rotary_embedding(q, 10).shape  # tokens at positions 10, 11, 12
-    (1, 2, 3, 4)
     >>> rotary_embedding([[1.0, 0.0]], [1]).round(4)
     array([[0.5403, 0.8415]])
+    >>> q = np.ones((1, 2, 3, 4), dtype=np.float32)  # batch 1, 2 heads, 3 tokens, width 4
     >>> yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
-    >>> np.allclose(rotary_embedding(rotary_embedding(q, scaling=yarn), scaling=yarn, inverse=True), q)
+    >>> turned = rotary_embedding(q, 10, scaling=yarn)  # tokens at positions 10, 11, 12
+    >>> np.allclose(rotary_embedding(turned, 10, scaling=yarn, inverse=True), q)
     True
     """
     array = as_array(NAME, "x", x)
@@ -381,7 +340,8 @@ def rotary_embedding(
         check_out(NAME, out, array.shape, dtype)
         if turn.cosines is not None and turn.sines is not None:
             turn = turn._replace(cosines=_not_in(out, turn.cosines), sines=_not_in(out, turn.sines))
-        places = places if places.array is None else places._replace(array=_not_in(out, places.array))
+        if places.array is not None:
+            places = places._replace(array=_not_in(out, places.array))
     if out.size:
         _rotate(array, out, compute, turn, places)
     return out
@@ -393,15 +353,7 @@ def _not_in(out: Array, table: Array) -> Array:
 
 
 def settled_options(options: Mapping[str, Any], width: int) -> tuple[Any, ...]:
-    """What the options of rotary_embedding, which it has checked with rows of this width, say with defaults filled in.
-
-    The tables are last.
-    """
-    base = finite(NAME, "base", options.get("base", DEFAULT_BASE))
-    fraction = scaling = None
-    if options.get("scaling") is not None:
-        rules = read_scaling(options["scaling"])
-        base, fraction = base if rules.base is None else rules.base, rules.rotary_fraction
-        scaling = (rules.kind, rules.values) if rules.kind != "default" else None
-    dim = _rotary_dim(options.get("rotary_dim"), width, fraction)
-    return base, dim, bool(options.get("interleaved", False)), scaling, options.get("cos"), options.get("sin")
+    """What the options of rotary_embedding say for rows of this width, defaults filled in; the tables are last."""
+    get = options.get
+    base, dim, rules = _settled(width, get("base", DEFAULT_BASE), get("rotary_dim"), get("scaling"))
+    return base, dim, bool(get("interleaved", False)), rules.kind, rules.values, get("cos"), get("sin")
