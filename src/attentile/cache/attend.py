@@ -6,6 +6,7 @@ explained here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ Array = NDArray[Any]
 Index = NDArray[np.intp]
 
 
-def attend_held(held: Held, q: ArrayLike, options: dict[str, Any]) -> Array | AttentionResult:
+def attend_held(held: Held, q: ArrayLike, options: Mapping[str, Any]) -> Array | AttentionResult:
     """KVCache.attend, where the core's view did not do it."""
     queries = as_array("KVCache.attend", "q", q)
     if queries.ndim != 4 or (queries.shape[0], queries.shape[3]) != (held.batch, held.head_dim):
@@ -50,7 +51,7 @@ def attend_held(held: Held, q: ArrayLike, options: dict[str, Any]) -> Array | At
 # ---- where the queries stand ----
 
 
-def _place(held: Held, rows: int, options: dict[str, Any]) -> tuple[Index, dict[str, Any]]:
+def _place(held: Held, rows: int, options: Mapping[str, Any]) -> tuple[Index, dict[str, Any]]:
     """(position of the first row of each item, the options of attend() with every default filled in).
 
     In these, causal is True or False, key_lengths an array, q_start an array where anything asks for positions, and

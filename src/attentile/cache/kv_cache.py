@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from ..attention import AllOptions
 from ..outputs import AttentionResult
 from ..positions.items import copied_options
 from ..runtime.threads import get_num_threads
@@ -183,7 +184,7 @@ class KVCache:
 
     # ---- attention ----
 
-    def attend(self, q: ArrayLike, **options: Any) -> Array | AttentionResult:
+    def attend(self, q: ArrayLike, **options: Unpack[AllOptions]) -> Array | AttentionResult:
         """Attention of queries over the tokens so far.
 
         Parameters

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -215,7 +215,7 @@ class Held:
             )
         return array
 
-    def turned(self, x: ArrayLike, before: int, options: dict[str, Any]) -> Array | None:
+    def turned(self, x: ArrayLike, before: int, options: Mapping[str, Any]) -> Array | None:
         """x rotated, if a quick way takes it: at the next tokens, or (before = -1, with options of attend) the last."""
         if options and not _PLACING.isdisjoint(options):
             return None

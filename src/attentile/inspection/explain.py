@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .. import dispatch
 from ..arguments import check_out
-from ..attention import OPTIONS
+from ..attention import OPTIONS, AllOptions
 from ..core.constants import CHUNK
 from ..outputs import why_indirect
 from ..runtime import backend
@@ -88,7 +88,7 @@ class Explanation:
 class _Call:
     """A call as attention() sees it: what was given, and what it was converted to."""
 
-    def __init__(self, q: ArrayLike, k: ArrayLike, v: ArrayLike, options: dict[str, Any]) -> None:
+    def __init__(self, q: ArrayLike, k: ArrayLike, v: ArrayLike, options: Mapping[str, Any]) -> None:
         self.given: dict[str, Any] = {"q": q, "k": k, "v": v, **options}
         self.threads = threads_for(options.get("num_threads"), "attention")
         self.scores, self.v = checked(q, k, v, options)
@@ -119,7 +119,7 @@ class _Call:
         return Counter(self.on.explain(self.scores, v, out, bool(self.given.get("return_weights")), self.threads))
 
 
-def explain(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -> Explanation:
+def explain(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Unpack[AllOptions]) -> Explanation:
     """Tell what `attention(q, k, v, **options)` will do and why, without computing it.
 
     The arguments are checked, converted and read as attention() does it.
