@@ -361,26 +361,6 @@ cdef void find_intervals(const Job *job, Block *block, Py_ssize_t b, Py_ssize_t 
         block.lo, block.hi = 0, job.keys
 
 
-cdef void find_head_scalars(const Job *job, Block *block, Py_ssize_t b, Py_ssize_t head, Py_ssize_t i) noexcept nogil:
-    """What a row has from its head and position: ALiBi slope, sink. i: query of row 0."""
-    cdef Py_ssize_t r, item = <Py_ssize_t> job.tiles.itemsize
-    cdef Py_ssize_t first
-    if job.slopes == NULL and job.sinks == NULL:
-        return
-    if job.slopes != NULL:
-        fill_reals(block.slope, item, block.pitch, 0)
-        first = item_of(job, b).first
-    for r in range(block.n_rows):
-        if job.slopes != NULL:
-            block.row_position[r] = first + i
-            set_real(block.slope + r * item, item, job.slopes[head] * LOG2E)
-        if job.sinks != NULL:
-            block.row_sink[r] = job.sinks[head] * LOG2E
-        i += 1
-        if i == job.queries:
-            head, i = head + 1, 0
-
-
 cdef void point_partial(const Job *job, PartialRows *rows, const Partial *partial, Py_ssize_t b, Py_ssize_t head,
                         Py_ssize_t i, Py_ssize_t n) noexcept nogil:
     point_rows(job, <const char **> rows.m, &partial.m, b, head, i, n)

@@ -128,6 +128,26 @@ cdef void score_run(const Job *job, Block *block, Shared *shared, const char *k,
         tiles.exclude(st, shared.top, shared.words + start // AT_WORD * block.pitch, block.vectors, n, job.fill)
 
 
+cdef void find_head_scalars(const Job *job, Block *block, Py_ssize_t b, Py_ssize_t head, Py_ssize_t i) noexcept nogil:
+    """What a row has from its head and position: ALiBi slope, sink. i: query of row 0."""
+    cdef Py_ssize_t r, item = <Py_ssize_t> job.tiles.itemsize
+    cdef Py_ssize_t first
+    if job.slopes == NULL and job.sinks == NULL:
+        return
+    if job.slopes != NULL:
+        fill_reals(block.slope, item, block.pitch, 0)
+        first = item_of(job, b).first
+    for r in range(block.n_rows):
+        if job.slopes != NULL:
+            block.row_position[r] = first + i
+            set_real(block.slope + r * item, item, job.slopes[head] * LOG2E)
+        if job.sinks != NULL:
+            block.row_sink[r] = job.sinks[head] * LOG2E
+        i += 1
+        if i == job.queries:
+            head, i = head + 1, 0
+
+
 cdef void place_rows(const Job *job, Block *block, Py_ssize_t key) noexcept nogil:
     """block.position: that of each row, counted from this key; exact in float up to 2^24 keys away."""
     cdef Py_ssize_t r, item = <Py_ssize_t> job.tiles.itemsize
