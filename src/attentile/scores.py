@@ -6,8 +6,7 @@
               attend(scores, v, outputs)      the core, or the twin, see dispatch.py
 
 A `Scores` is checked and settled: arrays of one dtype, native, aligned, the last axis contiguous, batch axes that
-broadcast to `lead`. To add a score change: a field here with its check, one in core/_call.pxi, a tile, a line of the
-twin, a line of the oracle (CONTRIBUTING.md).
+broadcast to `lead`. CONTRIBUTING.md tells how to add a score change.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 # _pass.pxi. Included by _core.pyx.
 
 cdef enum:
+    ROW_BUFFERS = 4                             # of Block: m, l, slope, position
     MAX_BLOCKS = 8                              # blocks of rows that share one visit of a chunk
     TASK_ROWS = 192                             # rows that share it if there are tasks enough for all threads
     WORDS = AT_CHUNK // AT_WORD
@@ -239,7 +240,7 @@ cdef void size_scratch(Job *job) noexcept nogil:
     cdef Py_ssize_t chunks = chunks_before(job.keys) if job.weights.data != NULL else 0
     cdef Py_ssize_t values = aligned(max(rows * job.value_width, job.block_rows * job.few_pitch) * item)
     job.block_bytes = (aligned(sizeof(Block)) + aligned(rows * job.width * item) + values
-                       + (4 + chunks) * aligned(rows * item))
+                       + (ROW_BUFFERS + chunks) * aligned(rows * item))
     job.scratch_per_slot = (aligned(sizeof(Shared)) + aligned(AT_CHUNK * rows * item) + 4 * aligned(rows * item)
                             + aligned(WORDS * rows * sizeof(uint32_t)) + job.blocks_per_task * job.block_bytes)
     if job.few:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from functools import lru_cache
 from typing import Any
 
@@ -132,6 +131,8 @@ def _bucket_starts(buckets: int, max_distance: int) -> Array:
     The rule's bucket e + floor(log(n / e) / log(m / e) * (b - e)), e = b // 2, reaches e + t where
     n^(b - e) >= m^t e^(b - e - t): compared in integers, so that no rounding of a logarithm moves a boundary.
     """
+    from bisect import bisect_left  # here, because most programs that import attentile never come by
+
     exact = buckets // 2
     share = buckets - exact
     starts = list(range(1, exact + 1))
