@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import attentile as at
-from attentile.runtime import config
+from attentile.runtime import backend
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ def candidates(case: Case, threads: int) -> dict[str, dict[str, Callable[[], obj
     q = rng.random((1, case.heads, 1, case.width), np.float32) - np.float32(0.5)
     cache = at.KVCache(1, case.kv_heads, case.width, case.keys)  # with a capacity, its pages are one piece of memory
     cache.append(*both)
-    core, pool = config.core(), cache._pages.pool
+    core, pool = backend.active, cache.held.pages.pool
     if core is None:
         raise SystemExit("bandwidth.py measures the compiled core, and there is none")
     if not np.array_equal(cache.attend(q), at.attention(q, *both)):
         raise SystemExit("the cache and the arrays give different results")
-    slab = pool.page(int(cache._pages.table.min())).base[64:]
+    slab = pool.page(int(cache.held.pages.table.min())).base[64:]
     pages, arrays = slab[: both.nbytes // 64 * 64 - 64].view(np.float32), both.reshape(-1)
     return {
         "KVCache": {"read": lambda: core.read_plainly(pages, threads), "step": lambda: cache.attend(q)},

@@ -1,7 +1,7 @@
 """`attentile.attention` on the cases of `cases.py`; run with `pytest benchmarks`, see README.md.
 
-Cases of more than MODERATE floating-point operations are shortened, for the NumPy backend stores the scores of all
-heads and takes seconds for them. `peers.py` times the cases in full.
+Cases of more than MODERATE floating-point operations are shortened, for the formula stores the scores of all heads and
+takes seconds for them. `peers.py` times the cases in full.
 """
 
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
+import formulas
 import pytest
 from cases import CASES, Case, make_inputs, numpy_dtype
 
@@ -33,5 +34,9 @@ def test_attention(case: Case, timed: Callable[..., Any], check_against_fallback
     inputs = make_inputs(case)
     attention = partial(attentile.attention, **inputs.options)
     arrays = (inputs.query, inputs.key, inputs.value)
-    result = timed(attention, *arrays, group=f"attention {case.name}: {case.description}", flops=case.flops)
+    formula = partial(formulas.attention, mask=inputs.visible(), bias=inputs.bias, softcap=inputs.softcap)
+    if case.dtype in ("float16", "bfloat16"):
+        formula = formulas.in_float32(formula)
+    group = f"attention {case.name}: {case.description}"
+    result = timed(attention, *arrays, formula=formula, group=group, flops=case.flops)
     check_against_fallback(result, attention, *arrays)

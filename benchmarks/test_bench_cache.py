@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import formulas
 import numpy as np
 import pytest
 from cases import SEED, Case, find_cases
@@ -27,23 +28,33 @@ def right(result: np.ndarray, cache: attentile.KVCache, q: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("name", ["dec-gpt2", "dec-llama", "dec-b16"])
-def test_attend_warm(name: str, timed: Callable[..., Any], backend: str) -> None:
+def test_attend_warm(name: str, timed: Callable[..., Any]) -> None:
     """The same step again and again: what the caches of the processor hold of the keys comes from there."""
     (case,) = find_cases(name)
-    cache, q, _, _ = filled(case if backend == "compiled" else case.shortened(512))
-    right(timed(cache.attend, q, group=f"KVCache {name}: {case.description}", flops=case.flops), cache, q)
+    cache, q, _, _ = filled(case)
+    keys, values = cache.keys(), cache.values()
+
+    def formula(q: np.ndarray) -> np.ndarray:
+        return formulas.attention(q, keys, values)
+
+    group = f"KVCache {name}: {case.description}"
+    right(timed(cache.attend, q, formula=formula, group=group, flops=case.flops), cache, q)
 
 
-def test_attend_cold(timed: Callable[..., Any], backend: str) -> None:
+def test_attend_cold(timed: Callable[..., Any]) -> None:
     """32 caches in turn, as the layers of a model: 256 MiB that no cache of a processor holds."""
     (case,) = find_cases("dec-gpt2")
-    case = case if backend == "compiled" else case.shortened(64)
     layers = [filled(case) for _ in range(32)]
+    arrays = [(q, cache.keys(), cache.values()) for cache, q, _, _ in layers]
 
     def step() -> list[np.ndarray]:
         return [cache.attend(q) for cache, q, _, _ in layers]
 
-    results = timed(step, group=f"KVCache, 32 layers: {case.description}", flops=32 * case.flops)
+    def formula() -> list[np.ndarray]:
+        return [formulas.attention(q, keys, values) for q, keys, values in arrays]
+
+    group = f"KVCache, 32 layers: {case.description}"
+    results = timed(step, formula=formula, group=group, flops=32 * case.flops)
     right(results[-1], *layers[-1][:2])
 
 
@@ -51,6 +62,7 @@ def test_append_and_attend(timed: Callable[..., Any]) -> None:
     """One token of a small model: 8 heads, 64 keys of width 64, and the way back to 64 keys."""
     case = Case("token", 1, 8, 8, 1, 64, 64, "float32", False, None)
     cache, q, k, v = filled(case)
+    keys, values = cache.keys(), cache.values()
 
     def step() -> np.ndarray:
         cache.append(k, v)
@@ -58,6 +70,10 @@ def test_append_and_attend(timed: Callable[..., Any]) -> None:
         cache.truncate(64)
         return result
 
-    assert (
-        timed(step, group=f"KVCache, append + attend + truncate: {case.description}", flops=case.flops).shape == q.shape
-    )
+    def formula() -> np.ndarray:
+        return formulas.decode_step(q, keys, values, k, v)[0]
+
+    group = f"KVCache, append + attend + truncate: {case.description}"
+    result = timed(step, formula=formula, group=group, flops=case.flops)
+    cache.append(k, v)
+    right(result, cache, q)

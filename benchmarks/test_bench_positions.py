@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import formulas
 import numpy as np
 import pytest
 from cases import EPSILON, largest_error
@@ -19,17 +20,25 @@ import attentile
         pytest.param(2048, 512, "float64", id="2048x512-float64"),
     ],
 )
-def test_positional_encoding(positions: int, width: int, dtype: str, reuse: bool, timed: Callable[..., Any]) -> None:
-    """The sinusoids of the original transformer, into a new array or into one that is there already."""
+def test_positional_encoding(
+    positions: int, width: int, dtype: str, reuse: bool, timed: Callable[..., Any], candidate: str
+) -> None:
+    """The sinusoids of the original transformer, into a new array or into one that is there already.
+
+    The formula always makes a new array.
+    """
     out = np.empty((positions, width), dtype) if reuse else None
 
     def encode(dtype: str, out: np.ndarray | None) -> np.ndarray:
         return attentile.positional_encoding(positions, width, dtype=dtype, out=out)
 
+    def formula(dtype: str, out: np.ndarray | None) -> np.ndarray:
+        return formulas.positional_encoding(positions, width, dtype)
+
     group = f"positional_encoding {positions} × {width}, {dtype}{', out=' if reuse else ''}"
-    result = timed(encode, dtype, out, group=group, values=positions * width)
+    result = timed(encode, dtype, out, formula=formula, group=group, values=positions * width)
     assert result.dtype == dtype
-    assert out is None or result is out
+    assert out is None or candidate == "formula" or result is out
     with attentile.use_backend("numpy"):
         exact = encode("float64", None)
     # One rounding of the result, and a few of the angle, which is as large as the last position.

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import formulas
 import numpy as np
 import pytest
 
@@ -38,8 +39,11 @@ def test_self_attention(
     def self_attention(query: np.ndarray, key: np.ndarray, value: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return attentile.self_attention(query, key, value, width, mask)
 
+    def formula(query: np.ndarray, key: np.ndarray, value: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return formulas.self_attention(query, key, value, width, mask)
+
     group = f"self_attention {rows} × {rows}, width {width}, {dtype}{', mask' if masked else ''}"
-    result = timed(self_attention, *arrays, group=group, flops=4.0 * rows * rows * width)
+    result = timed(self_attention, *arrays, formula=formula, group=group, flops=4.0 * rows * rows * width)
     check_against_fallback(tuple(result), self_attention, *arrays)
 
 
@@ -53,8 +57,11 @@ def test_causal_attention(
     def causal_attention(query: np.ndarray, key: np.ndarray, value: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return attentile.causal_attention(query, key, value, width)
 
+    def formula(query: np.ndarray, key: np.ndarray, value: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return formulas.causal_attention(query, key, value, width)
+
     group = f"causal_attention {rows} × {rows}, width {width}, {dtype}"
-    result = timed(causal_attention, *arrays, group=group, flops=2.0 * rows * rows * width)
+    result = timed(causal_attention, *arrays, formula=formula, group=group, flops=2.0 * rows * rows * width)
     check_against_fallback(tuple(result), causal_attention, *arrays)
 
 
@@ -81,7 +88,10 @@ def test_multi_head_attention(
     def multi_head_attention(x: np.ndarray, *matrices: np.ndarray) -> np.ndarray:
         return attentile.multi_head_attention(x, width, heads, *matrices)
 
+    def formula(x: np.ndarray, *matrices: np.ndarray) -> np.ndarray:
+        return formulas.multi_head_attention(x, width, heads, *matrices)
+
     flops = 8.0 * rows * width * width + 4.0 * rows * rows * width
     group = f"multi_head_attention {rows} rows, width {width}, {heads} heads, {dtype}"
-    result = timed(multi_head_attention, *arrays, group=group, flops=flops)
+    result = timed(multi_head_attention, *arrays, formula=formula, group=group, flops=flops)
     check_against_fallback(result, multi_head_attention, *arrays)

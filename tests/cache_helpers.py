@@ -9,6 +9,7 @@ from conftest import FMA_ISAS
 from numpy.testing import assert_allclose, assert_array_equal
 
 from attentile import AttentionResult, KVCache, attention
+from attentile.cache.pages import PagePool
 
 Array = Any
 
@@ -25,8 +26,8 @@ def poison(cache: KVCache) -> int:
 
     Shared pages are left alone: a slot that is empty here may hold a token of a fork.
     """
-    pool, table = cache._pages.pool, cache._pages.table
-    pool.counts()  # counts off the pages of tables that died
+    pool, table = cache.held.pages.pool, cache.held.pages.table
+    page_counts(pool)  # counts off the pages of tables that died
     slots = 0
     for address in pool._free:
         pool.page(address)[:] = np.nan
@@ -36,7 +37,7 @@ def poison(cache: KVCache) -> int:
             continue
         token = pool.page_keys * column + np.arange(pool.page_keys)
         held = np.zeros(pool.page_keys, bool)
-        for first, end in cache._held(int(item)):
+        for first, end in cache.held.runs(int(item)):
             held |= (token >= first) & (token < end)
         keys, values = pool.keys(int(table[item, column])), pool.values(int(table[item, column]))
         keys.swapaxes(2, 3)[:, ~held.reshape(-1, 16)] = np.nan
@@ -45,12 +46,18 @@ def poison(cache: KVCache) -> int:
     return slots
 
 
+def page_counts(pool: PagePool) -> tuple[int, int]:
+    """(pages in use, free pages)."""
+    pool._settle()
+    return len(pool._references), len(pool._free)
+
+
 def pages_in_use(cache: KVCache) -> int:
-    return cache._pages.pool.counts()[0]
+    return page_counts(cache.held.pages.pool)[0]
 
 
 def pages_made(cache: KVCache) -> int:
-    return sum(cache._pages.pool.counts())
+    return sum(page_counts(cache.held.pages.pool))
 
 
 class Model:
@@ -206,6 +213,6 @@ def assert_same(impl: str, found: Any, expected: Any) -> None:
 def state_of(cache: KVCache) -> tuple[Any, ...]:
     """Everything that a failed call must leave alone."""
     return (
-        repr(cache), cache.lengths.tolist(), cache._held_from.tolist(), cache._pages.table.tolist(),
-        cache.keys().tobytes(), cache.values().tobytes(), cache._pages.pool.counts(),
+        repr(cache), cache.lengths.tolist(), cache.held.held_from.tolist(), cache.held.pages.table.tolist(),
+        cache.keys().tobytes(), cache.values().tobytes(), page_counts(cache.held.pages.pool),
     )  # fmt: skip

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 import attentile
-from attentile.runtime import config
+from attentile.runtime import backend
 
 # Every instruction set that any build may have; one that this host or build lacks shows as a skip.
 ISAS = ("avx512", "avx2", "neon", "generic")
@@ -27,7 +27,7 @@ def activated(name: str) -> Iterator[str]:
         pytest.skip(f"{name}: not available on this host or in this build")
     chosen = attentile.use_backend("numpy") if name == "reference" else attentile.use_backend("compiled", name)
     with chosen:
-        running = config.core()
+        running = backend.active
         assert (running is None) if name == "reference" else (running is not None and running.get_isa() == name)
         yield name
 

@@ -208,7 +208,7 @@ def test_layout_of_the_pages(dtype, capacity, size):
     n = capacity or 300
     k, v = pair_of(2, 3, n, 5, 7, dtype=dtype)
     cache.append(k, v)
-    table = cache._pages.table
+    table = cache.held.pages.table
     assert (table.dtype, table.shape) == (np.intp, (2, -(-n // size)))
     assert (table % 64 == 0).all()
     assert len(np.unique(table)) == table.size
@@ -227,7 +227,7 @@ def test_growing_moves_no_token():
     seen = np.zeros((2, 0), np.intp)
     for t in range(1500):
         cache.append(k, k)
-        table = cache._pages.table
+        table = cache.held.pages.table
         assert_array_equal(table[:, : seen.shape[1]], seen)
         assert pages_made(cache) == 2 * (t // 256 + 1)
         seen = table[:, : t // 256 + 1]
@@ -266,7 +266,7 @@ def test_a_failed_allocation_changes_nothing(monkeypatch):
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(PagePool, "_grow", full)
+        patch.setattr(PagePool, "grow", full)
         with pytest.raises(MemoryError):
             cache.append(k, k)
     assert state_of(cache) == before
@@ -309,7 +309,7 @@ def test_window_with_items_of_different_lengths(impl, sinks):
         cache.append(k, v, lengths=counts)
         model.append(k, v, counts)
         poison(cache)
-        assert cache._held_from.tolist() == model.held_from
+        assert cache.held.held_from.tolist() == model.held_from
         found, expected = cache.attend(q, q_start=start), model.attend(q, causal=True, q_start=start)
         for b, n in enumerate(counts):
             assert_same(impl, found[b, :, :n], expected[b, :, :n])

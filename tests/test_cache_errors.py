@@ -13,7 +13,7 @@ from cache_helpers import Model, normal, pages_made, pair_of, poison, state_of
 from numpy.testing import assert_array_equal
 
 from attentile import KVCache
-from attentile.cache.checks import rotary_options
+from attentile.positions.items import kept_options
 
 K, V = pair_of(2, 2, 20, 4, 3)
 Q = normal(2, 4, 3, 4)
@@ -67,7 +67,7 @@ def test_constructor(options, error, match):
 
 def test_rotary_options_are_copied():
     given = {"cos": np.ones(3), "scaling": {"factor": 2.0}}
-    kept = rotary_options("KVCache", given)
+    kept = kept_options("KVCache", given)
     given["cos"][:], given["scaling"]["factor"], given["base"] = 0, 3.0, 1.0
     assert (kept["cos"] == 1).all()
     assert (kept["scaling"], "base" in kept) == ({"factor": 2.0}, False)
@@ -133,7 +133,7 @@ ATTEND = [
     (dict(q=Q[..., :3]), ValueError, "q has shape"),
     (dict(q=Q[:, :3]), ValueError, "q has 3 heads and k has 2"),
     (dict(q=Q.astype(complex)), TypeError, "complex128; supported are"),
-    (dict(k=K), TypeError, "no option is named k; use alibi_slopes, bias, causal"),
+    (dict(k=K), TypeError, "no option is named k; use alibi_slopes, before, bias, causal"),
     (dict(casual=True), TypeError, "no option is named casual"),
     (dict(key_lengths=[22, 3]), ValueError, "key_lengths is 22 for item 0; it must lie between 0 and 21"),
     (dict(key_lengths=15), ValueError, "key_lengths is 15 for item 1; it must lie between 0 and 14 .the lengths of"),
@@ -235,7 +235,7 @@ def test_save_and_load(kind, longer, tmp_path):
     cache, model = made(**KINDS[kind]), Model(2, 2, 4, 3, KINDS[kind].get("dtype", "float32"), None, 0)
     model.append(K, V, [20, 13])
     model.append(K[:, :, :1], V[:, :, :1])
-    model.window, model.sinks, model.held_from = cache.window, cache.sinks, cache._held_from.tolist()
+    model.window, model.sinks, model.held_from = cache.window, cache.sinks, cache.held.held_from.tolist()
     for _ in range(longer if KINDS[kind].get("capacity") is None or cache.window else 0):
         for each in (cache, model):
             each.append(K[:, :, :1], V[:, :, :1])
@@ -248,7 +248,7 @@ def test_save_and_load(kind, longer, tmp_path):
         twin = KVCache.load(file)
         assert repr(twin) == repr(cache)
         assert (twin.lengths == cache.lengths).all()
-        assert (twin._held_from == cache._held_from).all()
+        assert (twin.held.held_from == cache.held.held_from).all()
         assert_array_equal(twin.keys(), cache.keys())
         assert_array_equal(twin.values(), cache.values())
         own = model.copy()

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from numpy.testing import assert_array_equal
 
 from attentile import KVCache, use_backend
-from attentile.runtime import config
+from attentile.runtime import backend
 
 HEADS, Q_HEADS, WIDTH, VALUE_WIDTH = 2, 4, 3, 2
 # Around a panel, the smallest page and a page.
@@ -31,7 +31,7 @@ class CacheMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.restore = use_backend(self.backend) if self.backend else None
-        self.impl = config.active.get_isa() if config.active is not None else "reference"
+        self.impl = backend.active.get_isa() if backend.active is not None else "reference"
         self.seed = 0
         self.lives: list[tuple[KVCache, Model]] = []
 
@@ -159,18 +159,18 @@ class CacheMachine(RuleBasedStateMachine):
         for cache, model in self.lives:
             assert cache.lengths.tolist() == model.lengths
             assert cache.length == model.length
-            assert cache._held_from.tolist() == model.held_from
+            assert cache.held.held_from.tolist() == model.held_from
             for found, expected in zip((cache.keys(), cache.values()), model.visible(), strict=True):
                 assert_array_equal(found, expected)
             self.check_pages(cache, model)
-            used = {int(a) for a in cache._pages.table.ravel() if a}
-            pools.setdefault(id(cache._pages.pool), set()).update(used)
+            used = {int(a) for a in cache.held.pages.table.ravel() if a}
+            pools.setdefault(id(cache.held.pages.pool), set()).update(used)
         for cache, _ in self.lives:
-            assert pages_in_use(cache) == len(pools[id(cache._pages.pool)])
+            assert pages_in_use(cache) == len(pools[id(cache.held.pages.pool)])
 
     def check_pages(self, cache: KVCache, model: Model) -> None:
         """A page stands where a token is held, and nowhere else."""
-        size, table = cache._pages.pool.page_keys, cache._pages.table
+        size, table = cache.held.pages.pool.page_keys, cache.held.pages.table
         for b, (n, held) in enumerate(zip(model.lengths, model.held_from, strict=True)):
             wanted = {t // size for t in range(n) if t < model.sinks or t >= held}
             assert set(np.flatnonzero(table[b]).tolist()) == wanted

@@ -15,6 +15,7 @@ from numpy.testing import assert_array_equal
 
 from attentile import KVCache, MultiHeadAttention
 from attentile.cache import pages
+from attentile.cache.retention import Held
 from attentile.layers import multi_head
 
 pytestmark = pytest.mark.usefixtures("impl")
@@ -37,9 +38,9 @@ def tokens(n: int, seed: int = 0) -> Any:
 def held(cache: KVCache) -> tuple[Any, ...]:
     """What a failed call must leave: the tokens, which of them are held, and how many pages they take."""
     return (
-        repr(cache), cache.lengths.tolist(), cache._held_from.tolist(), cache._held(0), cache._held(1),
-        [array.tobytes() for array in cache._packed([cache._held(0), cache._held(1)])],
-        np.count_nonzero(cache._pages.table),
+        repr(cache), cache.lengths.tolist(), cache.held.held_from.tolist(), cache.held.runs(0), cache.held.runs(1),
+        [array.tobytes() for array in cache.held.copies([cache.held.runs(0), cache.held.runs(1)])],
+        np.count_nonzero(cache.held.pages.table),
     )  # fmt: skip
 
 
@@ -60,7 +61,7 @@ def break_projection(patch: pytest.MonkeyPatch) -> None:
 
 
 def break_writing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(KVCache, "_write", raises)
+    patch.setattr(Held, "write", raises)
 
 
 def break_opening(patch: pytest.MonkeyPatch) -> None:
@@ -82,7 +83,7 @@ def fail(layer: MultiHeadAttention, cache: KVCache, x: Any, how: Any, **options:
         return
     with pytest.MonkeyPatch.context() as patch:
         how(patch)
-        cache._made = None  # the core's view would take the quick way past what is broken
+        patch.setattr(Held, "view", lambda _: None)  # which would take the quick way past what is broken
         with pytest.raises(Broken):
             layer(x, cache=cache, **options)
     assert held(cache) == before
@@ -100,7 +101,7 @@ def test_a_failed_call_leaves_every_token(kind, how):
         assert_array_equal(layer(x, cache=cache), layer(x, cache=twin))
         assert held(cache) == held(twin)
         if cache.window is not None:
-            assert cache._held_from.max() <= cache.length - n
+            assert cache.held.held_from.max() <= cache.length - n
 
 
 @pytest.mark.parametrize("how", BREAKS)
@@ -130,7 +131,7 @@ def test_pages_go_when_the_call_has_succeeded():
 def test_a_step_copies_no_page(monkeypatch):
     layer, cache = W.layer(), KVCache(2, 2, 4, dtype="float64", window=(300, 0))
     layer(tokens(10), cache=cache)
-    table = cache._pages.table
+    table = cache.held.pages.table
     for _ in range(20):
         layer(tokens(1), cache=cache)
-        assert cache._pages.table is table
+        assert cache.held.pages.table is table

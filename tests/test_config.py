@@ -17,7 +17,8 @@ import pytest
 from conftest import ISAS, available_isas
 
 import attentile
-from attentile.runtime import config
+from attentile.runtime import threads
+from attentile.runtime.threads import threads_for
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -103,7 +104,7 @@ def test_order_of_thread_settings():
             with attentile.num_threads(5):
                 assert attentile.get_num_threads() == 5
             assert attentile.get_num_threads() == 2
-            assert config.threads_for(7, "f") == 7
+            assert threads_for(7, "f") == 7
             seen = []
             other = threading.Thread(target=lambda: seen.append(attentile.get_num_threads()))
             other.start()
@@ -160,7 +161,7 @@ def write(path, text):
 def test_cgroup_quota(tmp_path, files, want):
     for name, text in files.items():
         write(tmp_path / name, text)
-    assert config._cgroup_quota(tmp_path) == want
+    assert threads._cgroup_quota(tmp_path) == want
 
 
 def test_use_backend_restores_and_refuses():

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from attentile.core import constants
-from attentile.runtime import config
+from attentile.runtime import backend
 
 
 def test_they_are_those_that_the_core_was_compiled_with(compiled):
     repeated = {name: value for name, value in vars(constants).items() if name.isupper()}
-    assert repeated == config.core().constants()
+    assert repeated == backend.active.constants()

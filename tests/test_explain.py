@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from oracle import allowed_keys
 
-from attentile import attention, draw_mask, explain, relative_bias, use_backend
-from attentile.runtime import config
+from attentile import attention, attention_partial, draw_mask, explain, relative_bias, use_backend
+from attentile.runtime import backend
 
 RNG = np.random.default_rng(70)
 # Per vector (float32, float64), and vectors per block.
@@ -102,8 +102,41 @@ def test_executed_flops_of_small_cases(compiled):
     assert explain(np.zeros((1, 1, 40, 8), np.float32), k, v).executed_flops == 300 * whole * per_key
 
 
+def test_few_rows_against_brute_force(compiled):
+    """Of a grid of items, heads and threads, with keys that only the bias hides."""
+    q, k, v = arrays(queries=1)
+    mask, dead = RNG.random((2, 4, 1, 700)) < 0.01, np.arange(700) >= 600
+    mask[0, :2] = False
+    bias = np.where(dead, np.float32(-np.inf), np.float32(1))
+    rows = mask.reshape(4, 2, 700)
+    visited = sum(head[:, key : key + 256].any() for head in rows for key in (0, 256, 512))
+    for threads in (1, 8):
+        found = explain(q, k, v, mask=mask, bias=bias, num_threads=threads)
+        assert found.few
+        assert (found.chunks, found.chunks_visited) == (4 * 3, visited)
+        assert found.useful_flops == (mask & ~dead).sum() * 2 * 16
+
+
+@pytest.mark.parametrize("queries", [1, 300])
+def test_what_changes_scores_changes_no_count(compiled, queries):
+    q, k, v = arrays(queries)
+    options = {"causal": "lower_right", "mask": RNG.random((queries, 700)) < 0.01}
+    before = attention_partial(q, k, v)
+    changes = {
+        "softcap": 2.0,
+        "sinks": np.full(4, np.nan),
+        "alibi_slopes": np.ones(4),
+        "bias": np.ones((queries, 700), np.float32),
+        "before": before._replace(l=np.full_like(before.l, np.nan)),
+    }
+    for extra in ({}, {"return_lse": True, "return_weights": True}):
+        plain, changed = explain(q, k, v, **options, **extra), explain(q * np.nan, k, v, **options, **changes, **extra)
+        for name in ("few", "tasks", "chunks", "chunks_visited", "useful_flops", "executed_flops"):
+            assert getattr(plain, name) == getattr(changed, name)
+
+
 def test_lanes_are_those_of_the_kernels(compiled):
-    core = config.core()
+    core = backend.active
     fmas = 24  # AT_PEAK_FMAS
     for isa, there in core.isas().items():
         if there:
@@ -156,36 +189,63 @@ def misaligned(x):
 
 
 def variants():
+    """(name, (q, k, v), options, the arguments that Python converts)."""
     q, k, v = arrays(5, 7)
-    yield "plain", (q, k, v), {}, True
-    yield "float64", tuple(x.astype(np.float64) for x in (q, k, v)), {"scale": 0.5}, True
-    yield "strided rows", (q[:, :, ::2], k[:, :, ::-1], v), {}, True
-    yield "scale of int", (q, k, v), {"scale": 1}, False
-    yield "scale of NumPy", (q, k, v), {"scale": np.float64(1)}, False
-    yield "float16", tuple(x.astype(np.float16) for x in (q, k, v)), {}, False
-    yield "mixed", (q, k.astype(np.float64), v), {}, False
-    yield "swapped", (q, k.astype(">f4"), v), {}, False
-    yield "transposed", (q, np.asfortranarray(k), v), {}, False
-    yield "misaligned", (q, k, misaligned(v)), {}, False
-    yield "batch of one", (q, k[:1], v), {}, False
-    yield "three axes", (q[0], k[0], v[0]), {}, False
-    yield "list", (q.tolist(), k, v), {}, False
-    yield "empty", (q[:, :, :0], k, v), {}, False
+    mask, seen = np.ones((5, 7), bool), np.arange(2) * 3
+    yield "plain", (q, k, v), {}, ""
+    yield "float64", tuple(x.astype(np.float64) for x in (q, k, v)), {"scale": 0.5}, ""
+    yield "strided rows", (q[:, :, ::2], k[:, :, ::-1], v), {}, ""
+    yield "scale of int", (q, k, v), {"scale": 1}, ""
+    yield "scale of NumPy", (q, k, v), {"scale": np.float64(1)}, ""
+    yield "scale of float32", (q, k, v), {"scale": np.float32(1)}, "scale"
+    yield "batch of one", (q, k[:1], v), {}, ""
+    yield "three axes", (q[0], k[0], v[0]), {}, ""
+    yield "two axes", (q[0, 0], k[0, 0], v[0, 0]), {"mask": mask}, ""
+    yield "structure", (q, k, v), {"causal": "lower_right", "window": (3, None), "key_lengths": [3, 7]}, ""
+    yield "arrays", (q, k, v), {"mask": mask, "bias": np.zeros((5, 7), np.float32)}, ""
+    yield "integers", (q, k, v), {"causal": True, "q_start": np.int64(2), "key_lengths": seen.astype(np.int32)}, ""
+    yield "unsigned", (q, k, v), {"causal": True, "q_start": 1, "key_lengths": seen.astype(np.uint8)}, "key_lengths"
+    yield "numbers per head", (q, k, v), {"sinks": np.zeros(4), "return_lse": True, "softcap": 1.0}, ""
+    yield "list per head", (q, k, v), {"sinks": [0.0] * 4}, "sinks"
+    yield "out", (q, k, v), {"out": np.zeros((2, 4, 5, 8), np.float32), "num_threads": 1}, ""
+    yield "strange out", (q, k, v), {"out": np.zeros((2, 4, 8, 5), np.float32).swapaxes(2, 3)}, "out"
+    yield "truth of NumPy", (q, k, v), {"causal": np.False_, "return_weights": np.True_}, "causal return_weights"
+    yield "segments", (q, k, v), {"segments": (np.arange(5) // 2, np.arange(7) // 2)}, "segments"
+    yield "wide bias", (q, k, v), {"bias": np.zeros((5, 7)), "mask": mask.tolist()}, "bias mask"
+    yield "float16", tuple(x.astype(np.float16) for x in (q, k, v)), {}, "q k v"
+    yield "mixed", (q, k.astype(np.float64), v), {}, "q v"
+    yield "swapped", (q, k.astype(">f4"), v), {}, "k"
+    yield "transposed", (q, np.asfortranarray(k), v), {}, "k"
+    yield "misaligned", (q, k, misaligned(v)), {}, "v"
+    yield "list", (q.tolist(), k, v), {}, "q k v"
+    yield "empty", (q[:, :, :0], k, v), {}, "an axis is empty, which Python sees to"
 
 
 @pytest.mark.parametrize(
-    ("name", "qkv", "options", "plain"), list(variants()), ids=lambda x: x if isinstance(x, str) else ""
+    ("name", "qkv", "options", "converted"), list(variants()), ids=lambda x: x if isinstance(x, str) else ""
 )
-def test_path_is_the_one_that_runs(compiled, name, qkv, options, plain):
-    ran = config.core().attend_plain(*qkv, options.get("scale"), 1) is not None
+def test_path_is_the_one_that_runs(compiled, name, qkv, options, converted):
+    ran = backend.active.takes(*qkv, options)  # without a copy: float16 is widened as a whole
     found = explain(*qkv, **options)
-    assert (found.path == "plain express lane") == ran == plain, found.why_path
+    assert (found.path == "compiled") == ran == (not converted), found.why_path
+    if converted and name != "empty":
+        told = [name for why in found.why_path.split("; ") for name in why.split(":")[0].split(", ")]
+        assert sorted(told) == sorted(converted.split())
 
 
-@pytest.mark.parametrize("option", [{"return_lse": True}, {"mask": True}, {"causal": np.False_}, {"softcap": 1.0}])
-def test_an_option_takes_the_general_path(compiled, option):
-    found = explain(*arrays(5, 7), **option)
-    assert (found.path, found.why_path) == ("general", f"{next(iter(option))}= given")
+def test_why_something_is_converted(compiled):
+    q, k, v = arrays(5, 7)
+
+    def why(*qkv, **options):
+        return explain(*qkv, **options).why_path
+
+    assert why(q, k, v, causal="upper_left") == "every argument is taken as it is"
+    assert why(q, k.astype(">f4"), misaligned(v), sinks=(0.0,) * 4) == (
+        "k, v: copied first; sinks: tuple, which Python converts"
+    )
+    assert why(q, k, v, scale=np.float32(1)) == "scale: numpy.float32, which Python converts"
+    assert why(q, k, v, segments=(np.arange(5), np.arange(7))) == "segments: Python makes intervals of the ids"
+    assert why(q, k, v, segments=(np.arange(5), np.arange(7) % 2)) == "segments: Python makes a mask of the ids"
 
 
 def test_options_are_those_of_attention():
@@ -263,6 +323,16 @@ def test_a_dense_mask_is_recognised(mask, form):
     )  # fmt: skip
 
 
+def test_a_mask_that_the_core_takes_as_an_interval(compiled):
+    q, k, v = arrays()
+    assert (
+        explain(q, k, v, mask=SHORT).notes[0]
+        == "mask is the same for all rows and says key_lengths=, as which it is taken"
+    )
+    lengths = explain(q, k, v, key_lengths=[100, 513])
+    assert explain(q, k, v, mask=SHORT).executed_flops == lengths.executed_flops
+
+
 def test_other_masks_are_not_recognised():
     x = np.zeros((1, 2, 6, 8), np.float32)
     hole = np.tri(6, dtype=bool)
@@ -297,7 +367,7 @@ def test_unfolded_batch_axes(compiled):
 
 def test_text(compiled):
     text = str(explain(*arrays(), causal="lower_right"))
-    for words in ("general path", compiled, "float32 arithmetic", "causal= given", "% skipped", "copies  none"):
+    for words in (f"compiled ({compiled})", "float32 arithmetic", "taken as it is", "% skipped", "copies  none"):
         assert words in text
 
 

@@ -11,8 +11,9 @@ import pytest
 from test_config import config_of, write
 
 from attentile import KVCache, attention, rotary_embedding
+from attentile.cache.retention import Held
 from attentile.positions import rotary
-from attentile.runtime import config
+from attentile.runtime import backend, threads
 
 
 def misaligned(array: Any) -> Any:
@@ -28,10 +29,12 @@ class Spy:
     """Stands in for the core and keeps the arguments of rotate()."""
 
     def __init__(self, core: Any) -> None:
-        self.core, self.arrays = core, []
+        self.core = core
+        self.arrays: list[Any] = []
 
     def rotate(self, *arguments: Any) -> None:
-        self.arrays += [x for x in arguments if isinstance(x, np.ndarray)]
+        turn = arguments[2]
+        self.arrays += [x for x in (*arguments, *turn) if isinstance(x, np.ndarray)]
         self.core.rotate(*arguments)
 
 
@@ -46,8 +49,8 @@ def test_the_core_gets_no_misaligned_table(compiled, monkeypatch, what):
     if what == "inverse":
         options["inverse"] = True
     want = rotary_embedding(x, **options)
-    spy = Spy(config.core())
-    monkeypatch.setattr(config, "active", spy)
+    spy = Spy(backend.active)
+    monkeypatch.setattr(backend, "active", spy)
     moved = {name: misaligned(value) if isinstance(value, np.ndarray) else value for name, value in options.items()}
     np.testing.assert_array_equal(rotary_embedding(x, **moved), want)
     assert len(spy.arrays) >= 3
@@ -98,7 +101,7 @@ def test_cgroup_files_of_every_kind(tmp_path, content, want):
     write(tmp_path / "sys/fs/cgroup/cpuacct,cpu/b/cpu.cfs_period_us", "100000\n")
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_bytes(content)
-    assert config._cgroup_quota(tmp_path) == want
+    assert threads._cgroup_quota(tmp_path) == want
 
 
 @pytest.mark.parametrize(
@@ -107,13 +110,13 @@ def test_cgroup_files_of_every_kind(tmp_path, content, want):
 def test_a_quota_that_makes_no_sense_is_none(tmp_path, text):
     write(tmp_path / "proc/self/cgroup", "0::/a\n")
     write(tmp_path / "sys/fs/cgroup/a/cpu.max", text)
-    assert config._cgroup_quota(tmp_path) is None
+    assert threads._cgroup_quota(tmp_path) is None
 
 
 def test_a_hybrid_mount_of_version_2(tmp_path):
     write(tmp_path / "proc/self/cgroup", "0::/a\n")
     write(tmp_path / "sys/fs/cgroup/unified/a/cpu.max", "150000 100000")
-    assert config._cgroup_quota(tmp_path) == 1.5
+    assert threads._cgroup_quota(tmp_path) == 1.5
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system can't fork")
@@ -125,16 +128,16 @@ def test_a_child_does_not_inherit_a_locked_pool():
     cache = KVCache(1, 1, 8)
     token = np.ones((1, 1, 300, 8), np.float32)
     cache.append(token, token)
-    pool, inside, leave = cache._pages.pool, threading.Event(), threading.Event()
-    grow = pool._grow
-    pool._grow = lambda pages: (inside.set(), leave.wait(0.3), grow(pages))
+    pool, inside, leave = cache.held.pages.pool, threading.Event(), threading.Event()
+    grow = pool.grow
+    pool.grow = lambda pages: (inside.set(), leave.wait(0.3), grow(pages))
     other = threading.Thread(target=cache.fork().append, args=(token, token))
     other.start()
     assert inside.wait(10)
     child = os.fork()
     if child == 0:
         signal.alarm(10)
-        pool._grow = grow
+        pool.grow = grow
         cache.append(token, token)
         os._exit(0 if cache.length == 600 else 1)
     leave.set()
@@ -157,10 +160,10 @@ def test_a_change_that_is_broken_off_leaves_no_stale_view(monkeypatch, moment):
     k, v, q = (rng.standard_normal((1, 1, n, 8)).astype("f4") for n in (600, 600, 1))
     cache = KVCache(1, 1, 8, window=(4, 0))
     cache.append(k[:, :, :500], v[:, :, :500])
-    cache.append(k[:, :, 500:505], v[:, :, 500:505])
-    pages = cache._pages
+    cache.append(k[:, :, 500:515], v[:, :, 500:515])
+    pages = cache.held.pages
     if moment == "write":
-        monkeypatch.setattr(KVCache, "_write", raise_broken)
+        monkeypatch.setattr(Held, "write", raise_broken)
         change: Any = lambda: cache.append(k[:, :, :100], v[:, :, :100], lengths=60)  # noqa: E731
     elif moment == "after open":
         opened = pages.open
@@ -174,9 +177,9 @@ def test_a_change_that_is_broken_off_leaves_no_stale_view(monkeypatch, moment):
         change = lambda: cache.reorder([0])  # noqa: E731
     with pytest.raises(Broken):
         change()
-    assert cache._made is None
+    assert cache.held.made is None
     for b in range(cache.batch):  # every token that the books show has its page
-        for first, end in cache._held(b):
+        for first, end in cache.held.runs(b):
             assert all(pages.table[b, first // 256 : -(-end // 256)])
     try:
         assert np.isfinite(cache.attend(q)).all()
@@ -189,12 +192,12 @@ def test_an_append_without_memory_for_copies_changes_nothing(monkeypatch):
     token = np.ones((1, 1, 300, 8), np.float32)
     cache.append(token, token)
     cache.append(token[:, :, :5], token[:, :, :5])
-    before = cache.lengths.tolist(), cache._held_from.tolist(), cache._pages.table.tolist()
+    before = cache.lengths.tolist(), cache.held.held_from.tolist(), cache.held.pages.table.tolist()
 
     def no_memory(*_: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("attentile.cache.kv_cache.ready", no_memory)
+    monkeypatch.setattr("attentile.cache.retention.ready", no_memory)
     with pytest.raises(MemoryError):
         cache.append(token.astype(np.float64), token)
-    assert (cache.lengths.tolist(), cache._held_from.tolist(), cache._pages.table.tolist()) == before
+    assert (cache.lengths.tolist(), cache.held.held_from.tolist(), cache.held.pages.table.tolist()) == before

@@ -9,12 +9,14 @@ import pytest
 
 import attentile
 from attentile import __main__ as command
+from attentile import formulas, speed
 
 ONE = ["--shape", "1,4,2,33,33,16", "--seconds", "0.01"]
 
 
 def test_demonstration(impl, capsys, monkeypatch):
-    monkeypatch.setattr(command, "SHAPES", (command.Shape(1, 2, 2, 16, 16, 8),))
+    monkeypatch.setattr(speed, "SHAPES", (speed.Shape(1, 2, 2, 16, 16, 8),))
+    monkeypatch.setattr(speed, "TEXTBOOK", (speed.Textbook(4, 8, masked=True), speed.Textbook(4, 8, heads=2)))
     assert command.main([]) == 0
     printed = capsys.readouterr().out
     for words in ("self_attention", "causal_attention", "multi_head_attention", "positional_encoding", "speed-up"):
@@ -23,15 +25,22 @@ def test_demonstration(impl, capsys, monkeypatch):
     assert [len(line.split()) for line in triangle] == [1, 2, 3, 4, 5]
     for line in triangle:
         assert sum(map(float, line.split())) == pytest.approx(1, abs=5e-4)
+    for problem in (
+        "1x2 heads, 16x16, d=8",
+        "self_attention 4x8 masked fp64",
+        "multi_head_attention 4x8, 2 heads fp64",
+    ):
+        assert f"\n{problem} " in printed
 
 
-def test_self_check_can_fail(compiled, capsys, monkeypatch):
+@pytest.mark.parametrize("factor", [1.001, np.nan])
+def test_self_check_can_fail(compiled, capsys, monkeypatch, factor):
     assert command.self_check()
     right = attentile.attention
 
     def slightly_wrong(*arrays, **options):
         backend = attentile.show_config(as_dict=True)["backend"]
-        return right(*arrays, **options) * np.float32(1.001 if backend == "compiled" else 1)
+        return right(*arrays, **options) * np.float32(factor if backend == "compiled" else 1)
 
     monkeypatch.setattr(command.at, "attention", slightly_wrong)
     assert not command.self_check()
@@ -52,13 +61,32 @@ def test_bench_writes_json(impl, capsys, tmp_path):
     assert json.loads(capsys.readouterr().out)["rows"]
 
 
-def test_plain_numpy_is_attention():
-    """The yardstick of the speed-up computes the same."""
-    shape = command.Shape(1, 4, 2, 20, 20, 8, "float64", causal=True)
-    q, k, v = shape.arrays()
-    np.testing.assert_allclose(
-        command.plain_numpy(q, k, v, True), attentile.attention(q, k, v, causal=True), atol=1e-13
-    )
+@pytest.mark.parametrize("problem", [speed.Shape(1, 4, 2, 9, 9, 8, causal=True), *speed.TEXTBOOK[:2]], ids=str)
+def test_speedup_is_over_the_faster_of_formula_and_twin(problem, impl):
+    row = speed.measure(problem, 1, 0.001)
+    assert row.speedup == pytest.approx(min(row.formula_ms, row.twin_ms) / row.ms)
+    assert row.gflops == pytest.approx(problem.flops() / (row.ms * 1e-3) / 1e9)
+    assert row.gbytes_per_second == pytest.approx(problem.kv_bytes() / (row.ms * 1e-3) / 1e9)
+
+
+@pytest.mark.parametrize("problem", [speed.Shape(2, 4, 2, 20, 20, 8, "float64", causal=True), *speed.TEXTBOOK], ids=str)
+def test_candidates_compute_the_same(problem, impl):
+    """And the formula stays in the dtype of the problem, which its speed depends on."""
+    ours, formula = (call() for call in problem.calls())
+    for one, other in zip(*(x if isinstance(x, tuple) else (x,) for x in (ours, formula)), strict=True):
+        assert one.dtype == other.dtype == problem.dtype
+        np.testing.assert_allclose(other, one, atol=1e-13)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_formula_with_every_option(kv_heads):
+    rng = np.random.default_rng(3)
+    q = rng.standard_normal((2, 4, 7, 8), np.float32)
+    k, v = rng.standard_normal((2, 2, kv_heads, 9, 8), np.float32)
+    mask, bias = np.tri(7, 9, dtype=bool), rng.standard_normal((4, 7, 9), np.float32)
+    found = formulas.attention(q, k, v, mask, bias, 5.0)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, attentile.attention(q, k, v, mask=mask, bias=bias, softcap=5.0), atol=1e-5)
 
 
 def test_info(capsys):

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from oracle import allowed_keys
 
 from attentile import attention, segment_ids
-from attentile.call import prepare
 
 Array = NDArray[Any]
 Options = dict[str, Any]
@@ -407,9 +406,6 @@ def test_a_padding_mask_becomes_an_interval(impl):
     q, k, v = rng.standard_normal((3, 3, 2, 40, 8), dtype=np.float32)
     keys = np.arange(40)
     run = np.stack([keys < 25, (keys >= 7) & (keys < 9), keys < 0])[:, None, None]
-    options = dict.fromkeys(("bias", "scale", "softcap", "sinks", "alibi_slopes", "num_threads"))
-    for mask, is_interval in ((run, True), (run | (keys == 39), False), (np.repeat(run, 2, axis=1), False)):
-        assert (prepare(q, k, v, mask=mask, **options).mask is None) == is_interval
     dense = np.repeat(run, 40, axis=2)  # the same as a dense array
     for more in ({}, {"causal": True}, {"key_lengths": [40, 8, 3]}):
         np.testing.assert_array_equal(attention(q, k, v, mask=run, **more), attention(q, k, v, mask=dense, **more))

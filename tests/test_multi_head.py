@@ -428,7 +428,7 @@ X = np.ones((2, 3, 4))
         (ValueError, r"do not broadcast \(\(2, 3, 4\) and \(5, 3, 4\)\)", dict(context=np.ones((5, 3, 4)))),
         (ValueError, "positions are for a layer with rotary", dict(positions=3)),
         (ValueError, "lengths go with a cache; without one give key_lengths", dict(lengths=[1, 2])),
-        (TypeError, "unknown option 'casual'; known are alibi_slopes, bias, causal", dict(casual=True)),
+        (TypeError, "unknown option 'casual'; known are alibi_slopes, before, bias, causal", dict(casual=True)),
         (TypeError, "cache is a dict; it must be a KVCache", dict(cache={})),
         (ValueError, "cache holds the keys of x", dict(cache=KVCache(2, 2, 2), context=X)),
         (ValueError, "with a cache it must be", dict(cache=KVCache(2, 2, 2), x=X[None])),

@@ -265,6 +265,7 @@ def test_refused_out_is_not_written(out, error, message):
         ({"base": 10**400}, ValueError, "base is 1000"),
         ({"base": "10000"}, TypeError, "base is '10000'; it must be a real number"),
         ({"base": 1j}, TypeError, "base is 1j; it must be a real number"),
+        ({"base": True}, TypeError, "base is True; it must be a real number"),
         ({"base": 1e-300}, ValueError, "base is 1e-300, with which positions up to 3 turn"),
         ({"base": 0.5, "offset": 2**49}, ValueError, "base is 0.5, with which positions up to"),
         ({"dtype": np.int64}, TypeError, "dtype is int64; it must be float64, float32 or float16"),

@@ -122,7 +122,7 @@ def test_explain_of_a_mask_of_one_column(compiled):
 def test_explain_of_a_mask_beside_scattered_segments(compiled):
     q, k, v = arrays(1, 2, 4, 8)
     given = explain(q, k, v, mask=np.ones((4, 4), bool), segments=np.array([0, 1, 0, 1]))
-    assert given.copies["mask"] == "combined with the segments, 32 bytes"
+    assert given.copies["mask"] == "combined with the segments, 16 bytes"
 
 
 def test_explain_of_outputs_that_are_filled_by_a_copy(compiled):

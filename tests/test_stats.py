@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from oracle import allowed_keys
 
-from attentile import attention, attention_stats, use_backend
-from attentile.inspection import stats
+from attentile import attention, attention_stats, dispatch, use_backend
 from attentile.inspection.stats import KINDS
 
 CASES = {
@@ -263,16 +262,16 @@ def test_errors(impl, change, error, words):
 
 
 def test_both_passes_run_on_one_backend(compiled, monkeypatch):
-    """Another thread may call use_backend() between them, and each backend has its own unit for what they share."""
+    """Another thread may call use_backend() between them, and what they share is exact in one backend only."""
     q = np.random.default_rng(0).standard_normal((1, 2, 9, 8))
     expected = attention_stats(q, q, q)
-    real = stats.attend
+    real = dispatch.attend
 
     def switching(*arguments, **options):
         real(*arguments, **options)
         use_backend("numpy")
 
-    monkeypatch.setattr(stats, "attend", switching)
+    monkeypatch.setattr(dispatch, "attend", switching)
     with use_backend("compiled"):
         found = attention_stats(q, q, q)
         monkeypatch.undo()

@@ -19,8 +19,7 @@ import numpy as np
 import pytest
 
 import attentile
-from attentile import KVCache, attention, rotary_embedding
-from attentile.runtime import config
+from attentile import KVCache, attention, explain, rotary_embedding
 
 LONG = os.environ.get("ATTENTILE_STRESS") == "long"
 HERE = Path(__file__).resolve().parent
@@ -87,7 +86,7 @@ def test_many_small_calls_on_two_threads(compiled):
     """Just above the size from which a call wakes a second thread."""
     rng = np.random.default_rng(2)
     q, k, v = (rng.standard_normal((1, 16, 64, 32), np.float32) for _ in range(3))
-    assert config.core().plan(1, 16, 16, 64, 64, 32, 32, 4, 2, False, False)["threads"] == 2
+    assert explain(q, k, v, num_threads=2).threads == 2
     want = attention(q, k, v, num_threads=1)
     out = np.empty_like(want)
     for _ in range(often(1500, 200_000)):

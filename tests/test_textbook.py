@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -145,6 +147,20 @@ def test_batch_axes(impl):
     assert weights.shape == (2, 3, 5, 7)
     assert relative(output, want[0]) <= 1e-13
     assert relative(weights, want[1]) <= 1e-13
+    assert self_attention(Q[0], K[0], V, 8)[1].shape == (2, 3, 5, 7)  # where only V has an axis, too
+
+
+def test_products_of_a_layer_have_the_bits_of_matmul(impl):
+    """Whatever quicker call NumPy has for them: of one row, some rows and a batch, weights in either order."""
+    rng = np.random.default_rng(38)
+    for rows, width in itertools.product((1, 2, 5, 16, 65), (1, 3, 64)):
+        x, W, b = rng.standard_normal((rows, width)), rng.standard_normal((4, width, width)), rng.standard_normal(width)
+        for weights in (list(W), [np.asfortranarray(w) for w in W]):
+            q, k, v = ((x @ w)[None] for w in weights[:3])
+            heads = self_attention(q, k, v, width)[0][0]
+            got = multi_head_attention(x, width, 1, *weights, b_o=b)
+            np.testing.assert_array_equal(got, heads @ weights[3] + b)
+            np.testing.assert_array_equal(multi_head_attention(x[None], width, 1, *weights, b_o=b)[0], got)
 
 
 def test_empty(impl):

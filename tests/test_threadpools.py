@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import attentile
-from attentile.runtime import config
+from attentile.runtime import threads
 
 threadpoolctl = pytest.importorskip("threadpoolctl")
 
@@ -54,8 +54,8 @@ def test_a_block_is_no_setting_of_the_process(compiled):
     with attentile.num_threads(7):
         with threadpoolctl.threadpool_limits(limits=2):
             assert attentile.get_num_threads() == 7  # the block is nearer to the call
-        assert config.process_threads()[0] == config._default_threads()[0]
-    assert attentile.get_num_threads() == config._default_threads()[0]
+        assert threads.process_threads()[0] == threads.default_threads()[0]
+    assert attentile.get_num_threads() == threads.default_threads()[0]
 
 
 def test_limits_of_others_are_not_ours(compiled):

@@ -31,7 +31,10 @@ def attention_calls() -> None:
     at.attention(x, x, x, score_mod=lambda s, b, h, i, j: s - abs(i - j), out=out, num_threads=1, scale=0.5)
     at.attention(x, x, x, segments=(np.zeros(4, int), np.zeros(4, int)), sinks=[0.0, 1.0], softcap=30.0)
     parts = [at.attention(x, x, x, return_lse=True)] * 2
-    at.merge_attention(parts)
+    assert_type(at.merge_attention(parts), at.AttentionResult)
+    partial: at.Partial = at.attention_partial(x, x, x, key_lengths=3)
+    assert_type(at.merge_attention([partial, partial]), at.Partial)
+    assert_type(at.attention(x, x, x, before=partial), Array)
     stats: at.AttentionStats = at.attention_stats(x, x, x)
     explained: at.Explanation = at.explain(x, x, x, causal=True)
     print(stats, explained.notes, at.draw_mask(queries=3, keys=3, causal=True))

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from .attention import AttentionResult, attention
+from .attention import attention, attention_partial
 from .cache import KVCache
 from .inspection.draw import draw_mask
 from .inspection.explain import Explanation, explain
@@ -10,9 +10,13 @@ from .inspection.stats import AttentionStats, attention_stats
 from .layers.multi_head import MultiHeadAttention
 from .masks import segment_ids
 from .merge import merge_attention
+from .outputs import AttentionResult
+from .partial import Partial
 from .positions import alibi_slopes, positional_encoding, relative_bias, rotary_embedding, t5_bias, t5_buckets
-from .runtime.config import get_num_threads, num_threads, set_num_threads, show_config, use_backend
+from .runtime.backend import use_backend
+from .runtime.config import show_config
 from .runtime.threadpools import introduce as _introduce
+from .runtime.threads import get_num_threads, num_threads, set_num_threads
 from .textbook import causal_attention, multi_head_attention, self_attention
 
 __all__ = [
@@ -21,8 +25,10 @@ __all__ = [
     "Explanation",
     "KVCache",
     "MultiHeadAttention",
+    "Partial",
     "alibi_slopes",
     "attention",
+    "attention_partial",
     "attention_stats",
     "causal_attention",
     "draw_mask",

@@ -1,103 +1,66 @@
-"""attention(): the call that goes beyond the textbook. Checks and axes are in call.py, the pass is the core's."""
+"""attention(): the call that goes beyond the textbook, and attention_partial(), which leaves its rows unfinished.
+
+The core's own check takes the values of most calls as they are; the others are converted or explained by scores.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, overload
+import inspect
+from typing import Any, Literal, Unpack, overload
 
-import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .call import Call, attend, check_out, prepare, rounded
-from .core.twin import ScoreMod
-from .runtime import config
+from . import dispatch
+from .arguments import named_in_errors, unknown_option
+from .outputs import AttentionResult, Outputs
+from .partial import Partial
+from .runtime import backend
+from .runtime.threads import get_num_threads, threads_for
+from .scores import SCORE_OPTIONS, ScoreOptions, checked
 
 Array = NDArray[Any]
-Causal = bool | Literal["upper_left", "lower_right"]
-Window = tuple[int | None, int | None] | None
-Segments = ArrayLike | tuple[ArrayLike, ArrayLike] | None
 
 
-class AttentionResult(NamedTuple):
-    """What `attention` returns when more than the output is asked for; what was not asked for is None.
+class Options(ScoreOptions, total=False):
+    """Every option of `attention` but the two that change what it returns."""
 
-    Attributes
-    ----------
-    out : ndarray, shape (..., Hq, L, Dv)
-        The output.
-    lse : ndarray, shape (..., Hq, L), or None
-        Natural logarithm of the sum of exp of the scores, with return_lse.
-    weights : ndarray, shape (..., Hq, L, S), or None
-        The softmax weights, with return_weights.
+    out: Array | None
 
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from attentile import attention
-    >>> out, lse, weights = attention(np.zeros((1, 4)), np.zeros((2, 4)), np.eye(2), return_lse=True)
-    >>> lse.round(3)  # log(exp(0) + exp(0))
-    array([0.693])
-    >>> weights is None
-    True
-    """
 
-    out: Array
-    lse: Array | None
-    weights: Array | None
+class AllOptions(Options, total=False):
+    """Every option of `attention`."""
+
+    return_lse: bool
+    return_weights: bool
+
+
+# Every option with its default, for those who take them on: explain(), KVCache, MultiHeadAttention.
+OPTIONS: dict[str, Any] = {**SCORE_OPTIONS, "return_lse": False, "return_weights": False, "out": None}
+_PARTIAL_OPTIONS = {name: default for name, default in SCORE_OPTIONS.items() if name != "sinks"}
+Yes = Literal[True]
+
+
+@overload
+def attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Unpack[Options]) -> Array: ...
 
 
 @overload
 def attention(
-    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, mask: ArrayLike | None = ..., bias: ArrayLike | None = ...,
-    causal: Causal = ..., q_start: ArrayLike | None = ..., window: Window = ..., key_lengths: ArrayLike | None = ...,
-    prefix_lengths: ArrayLike | None = ..., segments: Segments = ..., scale: float | None = ...,
-    softcap: float | None = ..., sinks: ArrayLike | None = ..., alibi_slopes: ArrayLike | None = ...,
-    score_mod: ScoreMod | None = ..., return_lse: Literal[False] = ..., return_weights: Literal[False] = ...,
-    out: Array | None = ..., num_threads: int | None = ...,
-) -> Array: ...  # fmt: skip
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, return_lse: Yes, return_weights: bool = ..., **options: Unpack[Options]
+) -> AttentionResult: ...
 
 
 @overload
 def attention(
-    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, return_lse: Literal[True], mask: ArrayLike | None = ...,
-    bias: ArrayLike | None = ..., causal: Causal = ..., q_start: ArrayLike | None = ..., window: Window = ...,
-    key_lengths: ArrayLike | None = ..., prefix_lengths: ArrayLike | None = ..., segments: Segments = ...,
-    scale: float | None = ..., softcap: float | None = ..., sinks: ArrayLike | None = ...,
-    alibi_slopes: ArrayLike | None = ..., score_mod: ScoreMod | None = ..., return_weights: bool = ...,
-    out: Array | None = ..., num_threads: int | None = ...,
-) -> AttentionResult: ...  # fmt: skip
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, return_weights: Yes, return_lse: bool = ..., **options: Unpack[Options]
+) -> AttentionResult: ...
 
 
 @overload
-def attention(
-    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, return_weights: Literal[True], mask: ArrayLike | None = ...,
-    bias: ArrayLike | None = ..., causal: Causal = ..., q_start: ArrayLike | None = ..., window: Window = ...,
-    key_lengths: ArrayLike | None = ..., prefix_lengths: ArrayLike | None = ..., segments: Segments = ...,
-    scale: float | None = ..., softcap: float | None = ..., sinks: ArrayLike | None = ...,
-    alibi_slopes: ArrayLike | None = ..., score_mod: ScoreMod | None = ..., return_lse: bool = ...,
-    out: Array | None = ..., num_threads: int | None = ...,
-) -> AttentionResult: ...  # fmt: skip
+def attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Unpack[AllOptions]) -> Array | AttentionResult: ...
 
 
-@overload
-def attention(
-    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, mask: ArrayLike | None = ..., bias: ArrayLike | None = ...,
-    causal: Causal = ..., q_start: ArrayLike | None = ..., window: Window = ..., key_lengths: ArrayLike | None = ...,
-    prefix_lengths: ArrayLike | None = ..., segments: Segments = ..., scale: float | None = ...,
-    softcap: float | None = ..., sinks: ArrayLike | None = ..., alibi_slopes: ArrayLike | None = ...,
-    score_mod: ScoreMod | None = ..., return_lse: bool = ..., return_weights: bool = ...,
-    out: Array | None = ..., num_threads: int | None = ...,
-) -> Array | AttentionResult: ...  # fmt: skip
-
-
-def attention(
-    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, mask: ArrayLike | None = None, bias: ArrayLike | None = None,
-    causal: Causal = False, q_start: ArrayLike | None = None, window: Window = None,
-    key_lengths: ArrayLike | None = None, prefix_lengths: ArrayLike | None = None, segments: Segments = None,
-    scale: float | None = None, softcap: float | None = None, sinks: ArrayLike | None = None,
-    alibi_slopes: ArrayLike | None = None, score_mod: ScoreMod | None = None, return_lse: bool = False,
-    return_weights: bool = False, out: Array | None = None, num_threads: int | None = None,
-) -> Array | AttentionResult:  # fmt: skip
+def attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -> Array | AttentionResult:
     """Exact scaled dot-product attention, softmax(scale * q k^T + bias, over the allowed keys) v, in one fused pass.
 
     Parameters
@@ -140,7 +103,7 @@ def attention(
     segments : array_like of int, shape (..., S), or a pair (..., L), (..., S), optional
         Packed sequences: a query sees the keys with its id. `segment_ids` makes ids from lengths.
     scale : float, optional
-        Any number whose product with log2(e) is finite in the arithmetic's dtype; default 1 / sqrt(D).
+        Default 1 / sqrt(D). Its product with log2(e) must be finite in the arithmetic's dtype.
     softcap : float, optional
         Positive: scores become softcap * tanh(score / softcap), before bias and masks.
     sinks : array_like of float, shape (Hq,), optional
@@ -148,9 +111,11 @@ def attention(
     alibi_slopes : array_like of float, shape (Hq,), optional
         slope * abs(query position - key position) is subtracted from the scores (`alibi_slopes` gives the usual ones).
     score_mod : callable, optional
-        For experiments: scores = score_mod(scores, b, h, i, j) after every other change and before the masks, on tiles
-        of a head's scores. b counts the batch items, i (rows, 1) and j (1, S) are the query and key indices. A score
-        of -inf excludes the key, as a bias does. Runs in NumPy, an order of magnitude slower than everything else.
+        For experiments, in NumPy and ten times slower: scores = score_mod(scores, b, h, i, j) after every other change
+        and before the masks, on tiles of a head's scores. b counts the batch items, i (rows, 1) and j (1, S) are the
+        query and key indices. A score of -inf excludes the key.
+    before : Partial, optional
+        Rows that have seen other keys already (`attention_partial`); positions, key_lengths and so on count these keys.
     return_lse : bool
         Also return the natural logarithm of the sum of exp of the scores, shape (..., Hq, L).
     return_weights : bool
@@ -169,11 +134,11 @@ def attention(
     Raises
     ------
     TypeError
-        A mask that is not bool, a bias that is not floating, an unsupported dtype, a masked array, a window that is not
-        a pair.
+        A mask that is not bool, a bias that is not floating, an unsupported dtype, a masked array, a window that is no
+        pair.
     ValueError
-        Shapes that do not fit, D = 0, causal=True or a window where the positions of the queries are ambiguous, an
-        `out` that is read-only, overlaps itself or has another shape or dtype. Every check runs before any work.
+        Shapes that do not fit, D = 0, ambiguous positions of queries, an `out` that is read-only, overlaps itself or
+        has another shape or dtype. Every check runs before any work.
 
     Notes
     -----
@@ -193,75 +158,74 @@ def attention(
     >>> result.weights[1, 0, 0].round(3)  # item 1 has two valid keys
     array([0.499, 0.501, 0.   , 0.   , 0.   , 0.   ], dtype=float32)
     """
-    core = config.active
-    plain = mask is None and bias is None and causal is False and q_start is None and window is None
-    plain = plain and key_lengths is None and prefix_lengths is None and segments is None and softcap is None
-    plain = plain and sinks is None and alibi_slopes is None and score_mod is None and out is None
-    plain = plain and not return_lse and not return_weights
-    if plain and core is not None:
-        result = core.attend_plain(q, k, v, scale, config.threads_for(num_threads, "attention"))
-        if result is not None:
-            return result  # type: ignore[no-any-return]
-    call = prepare(
-        q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes,
-        num_threads=num_threads, causal=causal, q_start=q_start, window=window, key_lengths=key_lengths,
-        prefix_lengths=prefix_lengths, segments=segments, score_mod=score_mod,
-    )  # fmt: skip
-
-    def run(target: Array, lse: Array | None, weights: Array | None) -> None:
-        attend(
-            call.q, call.k, call.v, target, call.scale, call.threads, mask=call.mask, lse=lse, weights=weights,
-            named=call.named(), **call.options,
-        )  # fmt: skip
-
-    return finish(call, run, out, return_lse, return_weights)
+    core = backend.active
+    if core is not None:
+        found = core.attention(q, k, v, options, get_num_threads())
+        if found is not None:
+            return AttentionResult(*found) if type(found) is tuple else found
+    unknown_option("attention", options, OPTIONS.keys())
+    threads = threads_for(options.get("num_threads"), "attention")
+    scores, v = checked(q, k, v, options)
+    outputs = Outputs(scores, v, options)
+    dispatch.attend(scores, v, outputs, threads)
+    return outputs.finished()
 
 
-# Every option with its default, for those who take them on: explain(), KVCache, MultiHeadAttention.
-OPTIONS: dict[str, Any] = dict(attention.__kwdefaults__ or {})
+def attention_partial(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -> Partial:
+    """The rows of `attention` over some of their keys, unfinished: to go on with more keys, or to be merged.
+
+    Parameters
+    ----------
+    q, k, v, mask, bias, scale, softcap, alibi_slopes, score_mod, before, num_threads
+        As in `attention`. There are no sinks: give them to the call that finishes the rows.
+    causal, q_start, window, key_lengths, prefix_lengths, segments
+        As in `attention`, for these keys: q_start, the position of query 0 less that of the first key given here, may
+        be negative.
+
+    Returns
+    -------
+    Partial
+        (m, l, o) in the dtype of the arithmetic: float64 for float64 and integers, else float32.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Whatever `attention` refuses.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from attentile import attention, attention_partial, merge_attention
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 6, 8))
+    >>> parts = [attention_partial(q, k[:, :4], v[:, :4]), attention_partial(q, k[:, 4:], v[:, 4:])]
+    >>> np.allclose(merge_attention(parts).out, attention(q, k, v))
+    True
+    """
+    core = backend.active
+    if core is not None and "sinks" not in options:
+        found = core.partial(q, k, v, options, get_num_threads())
+        if found is not None:
+            return Partial(*found)
+    unknown_option("attention_partial", options, _PARTIAL_OPTIONS.keys())
+    threads = threads_for(options.get("num_threads"), "attention_partial")
+    with named_in_errors("attention_partial"):
+        scores, v = checked(q, k, v, options)
+    outputs = Outputs(scores, v, None, partial=True)
+    dispatch.attend(scores, v, outputs, threads)
+    assert outputs.partial is not None
+    return outputs.partial
 
 
-def finish(
-    call: Call, run: Callable[[Array, Array | None, Array | None], None], out: Array | None, return_lse: bool,
-    return_weights: bool,
-) -> Array | AttentionResult:  # fmt: skip
-    """Checks out, lets run(target, lse, weights) fill arrays of the core's dtype and axes, and returns the caller's."""
-    if out is not None:
-        check_out("attention", out, call.shape[call.drop :], call.dtype)
-    lse = np.empty(call.shape[:-1], call.compute) if return_lse else None
-    weights = np.zeros(call.scores, call.compute) if return_weights else None
-    target = _target(out, call)
-    run(target, lse, weights)
-    return _result(out, target, lse, weights, call)
+def _name_options(function: Any, options: dict[str, Any]) -> None:
+    """Puts the options into help() and signature() by name; the call itself hands them on as they come."""
+    given, types = inspect.signature(function), AllOptions.__annotations__
+    arrays = [p for p in given.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    named = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[name])
+        for name, default in options.items()
+    ]
+    function.__signature__ = given.replace(parameters=[*arrays, *named])
 
 
-def _target(out: Array | None, call: Call) -> Array:
-    """Where the core writes: out itself if it can be written directly and holds no input, else a new array."""
-    inputs = (call.q, call.k, call.v, call.mask, call.bias)
-    if (
-        out is not None
-        and call.options.get("score_mod") is None
-        and out.dtype == call.compute
-        and out.flags.aligned
-        and (out.shape[-1] <= 1 or out.strides[-1] == out.itemsize)
-        and not any(np.may_share_memory(out, array) for array in inputs if array is not None)
-    ):
-        return out[None] if call.drop else out
-    return np.empty(call.shape, call.compute)
-
-
-def _result(
-    out: Array | None, target: Array, lse: Array | None, weights: Array | None, call: Call
-) -> Array | AttentionResult:
-    """The arrays in the caller's dtype and axes; without lse and weights the output alone."""
-    index = (0,) * call.drop
-    computed = target[index] if call.drop else target
-    if out is None:
-        out = rounded(computed, call.dtype)
-    elif not np.may_share_memory(out, target):
-        out[...] = rounded(computed, out.dtype)
-    if lse is None and weights is None:
-        return out
-    if weights is not None:
-        weights = rounded(weights[index], call.dtype)
-    return AttentionResult(out, lse if lse is None else lse[index], weights)
+_name_options(attention, OPTIONS)
+_name_options(attention_partial, _PARTIAL_OPTIONS)

@@ -3,22 +3,11 @@
 Two integers per row say everything that causal order, windows, prefixes, key lengths and packed segments can say, in
 any combination, so no (L, S) array is built for them and keys that no row sees are never read. To add a structural
 mask: one function here that narrows the intervals.
-
-    causal="upper_left", L = 3, S = 5          causal="lower_right", L = 3, S = 5
-        1 0 0 0 0                                  1 1 1 0 0
-        1 1 0 0 0                                  1 1 1 1 0
-        1 1 1 0 0                                  1 1 1 1 1
-
-    window=(1, 1), L = S = 5                   segments=[0, 0, 1, 1, 1]
-        1 1 0 0 0                                  1 1 0 0 0
-        1 1 1 0 0                                  1 1 0 0 0
-        0 1 1 1 0                                  0 0 1 1 1
-        0 0 1 1 1                                  0 0 1 1 1
-        0 0 0 1 1                                  0 0 1 1 1
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,20 +21,78 @@ Index = NDArray[np.intp]
 ALIGNMENTS = (
     "'upper_left' (query i stands at position i) or 'lower_right' (the last query stands at the last valid key)"
 )
-_FAR = 2**60  # beyond any key; positions are clipped to it so that sums cannot wrap
+FAR = 2**60  # beyond any key; positions are clipped to it so that sums cannot wrap
 
 
 @dataclass(eq=False, repr=False)
 class Structure:
-    """What the structural arguments of one call say. Batch axes of the arrays broadcast against those of the call."""
+    """The checked structural arguments of one call, with the axes of `lead`, the batch axes, where they have any.
 
-    lo: Index | None = None  # (..., L), 0 <= lo, hi <= S; None: every row sees all keys
-    hi: Index | None = None
-    start: Index | None = None  # (...,) position of query 0, where windows or ALiBi need one
-    same_segment: NDArray[np.bool_] | None = None  # (..., 1, L, S), only if a segment's keys are not contiguous
+    The compiled core works the interval of a row out where it uses it (interval_of in core/_blocks.pxi); `intervals` is
+    the same in NumPy.
+    """
+
+    causal: bool | str = False  # or an alignment
+    left: int | None = None  # of the window; None: unlimited
+    right: int | None = None
+    q_start: Index | None = None  # (...,) position of query 0, if it was given
+    key_lengths: Index | None = None  # (...,)
+    prefix_lengths: Index | None = None  # (...,)
+    segments: tuple[Index, Index] | None = None  # (..., L) first key and end of each row's segment
+    same_segment: NDArray[np.bool_] | None = None  # (..., L, S), only if a segment's keys are not contiguous
+
+    def options(self) -> dict[str, Any]:
+        """The arguments again, as the compiled core takes them."""
+        # A q_start goes with a window even if that limits nothing.
+        unlimited = self.left is None and self.right is None and self.q_start is None
+        return {
+            "causal": self.causal,
+            "window": None if unlimited else (self.left, self.right),
+            "q_start": self.q_start,
+            "key_lengths": self.key_lengths,
+            "prefix_lengths": self.prefix_lengths,
+        }
+
+    def start(self, queries: int, keys: int) -> Index:
+        """(...,) position of query 0, 0 where nothing asks for one."""
+        if self.q_start is not None:
+            return self.q_start
+        if self.causal != "lower_right":
+            return np.zeros((), np.intp)
+        valid: Index = np.asarray(keys if self.key_lengths is None else self.key_lengths)
+        return valid - queries
+
+    def intervals(self, queries: int, keys: int) -> tuple[Index, Index] | None:
+        """(lo, hi), each (..., L) with 0 <= lo, hi <= keys: row i sees lo[i] <= j < hi[i]; None: all."""
+        if self.causal is False and all(x is None for x in (self.left, self.right, self.key_lengths, self.segments)):
+            return None
+        lo: Index = np.zeros(queries, np.intp)
+        hi: Index = lo + (keys if self.key_lengths is None else self.key_lengths[..., None])
+        position = self.start(queries, keys)[..., None] + np.arange(queries)
+        if self.causal is not False:
+            ahead = position + 1
+            if self.prefix_lengths is not None:
+                ahead = np.maximum(ahead, self.prefix_lengths[..., None])
+            hi = np.minimum(hi, ahead)
+        if self.right is not None:
+            hi = np.minimum(hi, position + self.right + 1)
+        if self.left is not None:
+            lo = np.maximum(lo, position - self.left)
+        if self.segments is not None:
+            lo = np.maximum(lo, self.segments[0])
+            hi = np.minimum(hi, self.segments[1])
+        lo, hi = np.broadcast_arrays(np.clip(lo, 0, keys), np.clip(hi, 0, keys))
+        return lo, hi
 
 
-def _per_item(name: str, value: Any, lead: tuple[int, ...]) -> Index:
+def _broadcasts(shape: tuple[int, ...], lead: tuple[int, ...]) -> bool:
+    try:
+        return np.broadcast_shapes(shape, lead) == lead
+    except ValueError:
+        return False
+
+
+def per_item(name: str, value: Any, lead: tuple[int, ...]) -> Index:
     """An integer, or one per batch item, as an array whose axes broadcast against the batch axes."""
     array = np.asarray(value)
     if array.size == 0 and array.dtype == np.float64:  # [], for no items
@@ -53,40 +100,16 @@ def _per_item(name: str, value: Any, lead: tuple[int, ...]) -> Index:
     if array.dtype.kind not in "iu":
         raise TypeError(f"attention: {name} has dtype {array.dtype}; it must be an integer, or one per batch item")
     if array.dtype.kind == "u":
-        array = np.minimum(array.astype(np.uint64), np.uint64(_FAR))  # must not wrap to negative ones
-    try:
-        shape = np.broadcast_shapes(array.shape, lead)
-    except ValueError:
-        shape = ()
-    if array.ndim and shape != lead:
+        array = np.minimum(array.astype(np.uint64), np.uint64(FAR))  # must not wrap to negative ones
+    if array.ndim and not _broadcasts(array.shape, lead):
         raise ValueError(
             f"attention: {name} has shape {array.shape} and the batch axes are {lead}; "
             "give one integer, or one per batch item"
         )
-    full: Index = array.astype(np.intp).reshape((1,) * (len(lead) - array.ndim) + array.shape)
-    return full
+    return array.astype(np.intp)
 
 
-def _valid_keys(key_lengths: Any, lead: tuple[int, ...], keys: int) -> Index:
-    if key_lengths is None:
-        return np.full((1,) * len(lead), keys, np.intp)
-    lengths = _per_item("key_lengths", key_lengths, lead)
-    if lengths.size and (lengths.min() < 0 or lengths.max() > keys):
-        raise ValueError(
-            f"attention: key_lengths has values from {lengths.min()} to {lengths.max()}; "
-            f"they must lie between 0 and the number of keys, {keys}"
-        )
-    return lengths
-
-
-def _prefixes(prefix_lengths: Any, lead: tuple[int, ...]) -> Index:
-    prefixes = _per_item("prefix_lengths", prefix_lengths, lead)
-    if prefixes.size and prefixes.min() < 0:
-        raise ValueError(f"attention: prefix_lengths has {prefixes.min()}; no prefix may have a negative length")
-    return prefixes
-
-
-def _check_causal(causal: Any) -> Any:
+def check_causal(causal: Any) -> Any:
     if isinstance(causal, (bool, np.bool_)):
         return bool(causal)
     if not isinstance(causal, str) or causal not in ("upper_left", "lower_right"):
@@ -103,71 +126,61 @@ def _check_window(window: Any) -> tuple[int | None, int | None]:
             f"attention: window is {window!r}; it must be a pair (left, right), both inclusive, None = unlimited. "
             "Libraries disagree on what one number W counts: W keys with the query itself are (W - 1, 0)"
         )
-    sides: list[int | None] = []
-    for side in window:
-        try:
-            sides.append(None if side is None else min(index(side), _FAR))
-        except TypeError:
-            raise TypeError(f"attention: window is {window!r}; each side must be an integer or None") from None
-        if side is not None and side < 0:
-            raise ValueError(f"attention: window is {window!r}; no side may be negative, (0, 0) sees the query itself")
-    return sides[0], sides[1]
+    try:
+        left, right = (None if side is None else min(index(side), FAR) for side in window)
+    except TypeError:
+        raise TypeError(f"attention: window is {window!r}; each side must be an integer or None") from None
+    if min(left or 0, right or 0) < 0:
+        raise ValueError(f"attention: window is {window!r}; no side may be negative, (0, 0) sees the query itself")
+    return left, right
 
 
-def _start(
-    causal: Any, q_start: Any, needed: bool, named: bool, lead: tuple[int, ...], queries: int, keys: int, valid: Index
-) -> Index | None:
-    """Position of query 0 of each batch item; None if nothing asks for positions.
+def _check_positions(structure: Structure, q_start: Any, named: bool, needed: bool, queries: int, keys: int) -> None:
+    """Refuses queries that stand nowhere, or in two places.
 
     needed: a window or ALiBi asks for positions. named: one of them was given, even if it asks for nothing.
     """
+    causal = structure.causal
     if q_start is not None:
         if isinstance(causal, str):
             raise ValueError(f"attention: q_start= and causal={causal!r} both place the queries; use causal=True")
         if causal is False and not named:
             raise ValueError("attention: q_start= places the queries for causal=True, window= or alibi_slopes=")
-        return np.clip(_per_item("q_start", q_start, lead), -_FAR, _FAR)
-    if causal == "lower_right":
-        return valid - queries
-    if (causal is True or (needed and causal is False)) and queries != keys:
+    elif (causal is True or (needed and causal is False)) and queries != keys:
         what = "causal=True" if causal is True else "window= or alibi_slopes="
         raise ValueError(
             f"attention: {what} with {queries} queries and {keys} keys is ambiguous; "
             f"use causal={ALIGNMENTS}, or q_start= (query i stands at q_start + i)"
         )
-    return np.zeros((1,) * len(lead), np.intp) if needed or causal is not False else None
 
 
 def structure(
-    lead: tuple[int, ...], queries: int, keys: int, *, causal: Any = False, q_start: Any = None, window: Any = None,
-    key_lengths: Any = None, prefix_lengths: Any = None, segments: Any = None, alibi: bool = False,
-) -> Structure:  # fmt: skip
-    """Checks the structural arguments of one call and turns them into intervals."""
-    causal, (left, right) = _check_causal(causal), _check_window(window)
-    windowed = left is not None or right is not None
-    if prefix_lengths is not None and causal is False:
+    lead: tuple[int, ...], queries: int, keys: int, options: Mapping[str, Any], alibi: bool = False
+) -> Structure:
+    """The structural ones among the options of a call, checked."""
+    window, q_start, segments = (options.get(name) for name in ("window", "q_start", "segments"))
+    key_lengths, prefix_lengths = options.get("key_lengths"), options.get("prefix_lengths")
+    left, right = _check_window(window)
+    found = Structure(check_causal(options.get("causal", False)), left, right)
+    if prefix_lengths is not None and found.causal is False:
         raise ValueError("attention: prefix_lengths= opens the first keys of a causal mask and needs a causal form")
-    valid = _valid_keys(key_lengths, lead, keys)
-    named = alibi or window is not None
-    found = Structure(start=_start(causal, q_start, windowed or alibi, named, lead, queries, keys, valid))
-    if causal is False and not windowed and key_lengths is None and segments is None:
-        return found
-    lo, hi = np.zeros((*valid.shape, queries), np.intp), np.broadcast_to(valid[..., None], (*valid.shape, queries))
-    if found.start is not None:
-        position = found.start[..., None] + np.arange(queries)
-        if causal is not False:
-            ahead = position + 1
-            if prefix_lengths is not None:
-                ahead = np.maximum(ahead, _prefixes(prefix_lengths, lead)[..., None])
-            hi = np.minimum(hi, ahead)
-        if right is not None:
-            hi = np.minimum(hi, position + right + 1)
-        if left is not None:
-            lo = np.maximum(lo, position - left)
+    if key_lengths is not None:
+        found.key_lengths = lengths = per_item("key_lengths", key_lengths, lead)
+        if lengths.size and not 0 <= lengths.min() <= lengths.max() <= keys:
+            raise ValueError(
+                f"attention: key_lengths has values from {lengths.min()} to {lengths.max()}; "
+                f"they must lie between 0 and the number of keys, {keys}"
+            )
+    needed = alibi or left is not None or right is not None
+    _check_positions(found, q_start, alibi or window is not None, needed, queries, keys)
+    if q_start is not None:
+        found.q_start = np.clip(per_item("q_start", q_start, lead), -FAR, FAR)
+    if prefix_lengths is not None:
+        found.prefix_lengths = prefixes = per_item("prefix_lengths", prefix_lengths, lead)
+        if prefixes.min(initial=0) < 0:
+            raise ValueError(f"attention: prefix_lengths has {prefixes.min()}; no prefix may have a negative length")
     if segments is not None:
-        lo, hi, found.same_segment = _narrow_to_segments(segments, lead, queries, keys, lo, hi)
-    lo, hi = np.broadcast_arrays(np.clip(lo, 0, keys), np.clip(hi, 0, keys))
-    found.lo, found.hi = lo, hi
+        _add_segments(found, segments, lead, queries, keys)
     return found
 
 
@@ -186,11 +199,7 @@ def _segment_ids(segments: Any, lead: tuple[int, ...], queries: int, keys: int) 
         array = np.asarray(value)
         if array.dtype.kind not in "iu":
             raise TypeError(f"attention: segments ({name} ids) has dtype {array.dtype}; they must be integers")
-        try:
-            fits = array.shape[-1:] == (length,) and np.broadcast_shapes(array.shape[:-1], lead) == lead
-        except ValueError:
-            fits = False
-        if not fits:
+        if array.shape[-1:] != (length,) or not _broadcasts(array.shape[:-1], lead):
             raise ValueError(
                 f"attention: segments ({name} ids) has shape {array.shape}; it must broadcast to {(*lead, length)}"
             )
@@ -200,34 +209,32 @@ def _segment_ids(segments: Any, lead: tuple[int, ...], queries: int, keys: int) 
     return ids[0], ids[1]
 
 
-def _runs(key_ids: Index) -> tuple[Index, Index, Index] | None:
-    """(ids in order, first key, end) of the runs of equal ids of one item; None if an id comes in several runs."""
-    first = np.flatnonzero(np.r_[True, key_ids[1:] != key_ids[:-1]]) if key_ids.size else np.empty(0, np.intp)
+def _segment_intervals(query_ids: Index, key_ids: Index) -> tuple[Index, Index] | None:
+    """(first key, end) of each query's segment in one item; None if the keys of an id are not contiguous."""
+    changes = np.flatnonzero(key_ids[1:] != key_ids[:-1]) + 1
+    first, end = np.r_[0, changes][: key_ids.size], np.r_[changes, key_ids.size]  # of each run of equal ids
     order = np.argsort(key_ids[first], kind="stable")
     ids = key_ids[first][order]
     if (ids[1:] == ids[:-1]).any():
         return None
-    return ids, first[order], np.r_[first[1:], key_ids.size][order].astype(np.intp)
+    place = np.searchsorted(ids, query_ids)
+    there = np.searchsorted(ids, query_ids, "right") > place
+    first, end = (np.where(there, np.append(side[order], 0)[place], 0) for side in (first, end))
+    return first, end
 
 
-def _narrow_to_segments(
-    segments: Any, lead: tuple[int, ...], queries: int, keys: int, lo: Index, hi: Index
-) -> tuple[Index, Index, NDArray[np.bool_] | None]:
-    """Intervals cut to each query's segment, or the comparison of ids where the keys of an id are not contiguous."""
+def _add_segments(found: Structure, segments: Any, lead: tuple[int, ...], queries: int, keys: int) -> None:
+    """Intervals of each query's segment, or the comparison of ids where the keys of an id are not contiguous."""
     query_ids, key_ids = _segment_ids(segments, lead, queries, keys)
     items = np.broadcast_shapes(query_ids.shape[:-1], key_ids.shape[:-1])
-    first, end = np.zeros((*items, queries), np.intp), np.zeros((*items, queries), np.intp)
     query_ids, key_ids = np.broadcast_to(query_ids, (*items, queries)), np.broadcast_to(key_ids, (*items, keys))
+    found.segments = np.zeros((*items, queries), np.intp), np.zeros((*items, queries), np.intp)
     for item in np.ndindex(*items):
-        runs = _runs(key_ids[item])
-        if runs is None:
-            return lo, hi, query_ids[..., None, :, None] == key_ids[..., None, None, :]
-        ids, starts, ends = runs
-        if ids.size:
-            place = np.minimum(np.searchsorted(ids, query_ids[item]), ids.size - 1)
-            there = ids[place] == query_ids[item]
-            first[item], end[item] = np.where(there, starts[place], 0), np.where(there, ends[place], 0)
-    return np.maximum(lo, first), np.minimum(hi, end), None
+        sides = _segment_intervals(query_ids[item], key_ids[item])
+        if sides is None:
+            found.segments, found.same_segment = None, query_ids[..., :, None] == key_ids[..., None, :]
+            return
+        found.segments[0][item], found.segments[1][item] = sides
 
 
 def segment_ids(lengths: ArrayLike | None = None, *, cu_seqlens: ArrayLike | None = None) -> Index:
@@ -273,14 +280,3 @@ def segment_ids(lengths: ArrayLike | None = None, *, cu_seqlens: ArrayLike | Non
     if (given < 0).any():
         raise ValueError("segment_ids: no sequence may have a negative length")
     return np.repeat(np.arange(given.size), given)
-
-
-def positive_index(function: str, name: str, value: Any) -> int:
-    """value as a positive int, with the message every function gives."""
-    try:
-        number = index(value)
-    except TypeError:
-        raise TypeError(f"{function}: {name} is {value!r}; it must be a positive integer") from None
-    if number < 1:
-        raise ValueError(f"{function}: {name} is {number}; it must be a positive integer")
-    return number

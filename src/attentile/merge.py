@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .attention import AttentionResult
-from .call import promoted
+from .outputs import AttentionResult
+from .partial import Partial
+from .storage import promoted
 
 Array = NDArray[Any]
 Part = AttentionResult | tuple[ArrayLike, ArrayLike]
 
 
-def merge_attention(parts: Iterable[Part]) -> AttentionResult:
+@overload
+def merge_attention(parts: Iterable[Partial]) -> Partial: ...
+
+
+@overload
+def merge_attention(parts: Iterable[Part]) -> AttentionResult: ...
+
+
+def merge_attention(parts: Iterable[Part] | Iterable[Partial]) -> AttentionResult | Partial:
     """Attention over the union of disjoint key sets, from the results over each.
 
     Parameters
     ----------
-    parts : sequence of (out, lse) or AttentionResult
-        Results of the same queries: out (..., L, Dv) and lse (..., L), as ``attention(..., return_lse=True)`` gives
-        them. Shapes must be equal; nothing is broadcast.
+    parts : sequence of Partial, or of (out, lse) or AttentionResult
+        Results of the same queries: what `attention_partial` returns, or out (..., L, Dv) and lse (..., L), as
+        ``attention(..., return_lse=True)`` gives them. Shapes must be equal; nothing is broadcast.
 
     Returns
     -------
-    AttentionResult(out, lse, None)
-        New arrays. out has the promoted dtype of the outs and lse that of the lses; the arithmetic is at least float32.
+    Partial, or AttentionResult(out, lse, None)
+        Of the kind of the parts, new arrays, out and lse in the promoted dtypes of the parts; computed at least in
+        float32.
 
     Raises
     ------
@@ -42,14 +52,15 @@ def merge_attention(parts: Iterable[Part]) -> AttentionResult:
 
     which is associative and commutative within rounding: the online softmax of Milakov and Gimelshein, "Online
     normalizer calculation for softmax", 2018, with values as in Dao et al., "FlashAttention", 2022. A row without keys
-    has out 0 and lse -inf and is the identity, bit for bit; whatever its out holds is not used. NaN in a part that has
-    keys shows in its rows. One part alone is copied.
+    (lse -inf) is the identity, bit for bit, whatever its out holds. NaN in a part that has keys shows in its rows. One
+    part alone is copied.
 
-    lse leaves the sinks of `attention` out, so a sink must be applied once, at the end: compute the parts without it,
-    merge, and multiply out by 1 / (1 + exp(sink - lse)), the share of the softmax that the sink leaves.
+    lse leaves sinks out: compute the parts without them, merge, and multiply out by 1 / (1 + exp(sink - lse)), the
+    share of the softmax that a sink leaves.
 
-    A part's weight is known as exactly as its lse, one number of limited precision: where all scores of a row are large
-    (a bias of -1e30 on every key, say), the logarithm of the number of keys is lost in it, and the parts' shares are.
+    Where all scores of a row are large (a bias of -1e30 on every key, say), lse loses the logarithm of the number of
+    keys, and with it the parts' shares. A Partial keeps largest score and sum apart and loses nothing: the sums of
+    2^(m_i - m) l_i and 2^(m_i - m) o_i go with m = max m_i.
 
     Examples
     --------
@@ -61,7 +72,14 @@ def merge_attention(parts: Iterable[Part]) -> AttentionResult:
     >>> np.allclose(merge_attention([first, rest]).out, attention(q, k, v))
     True
     """
-    outs, lses = _checked(parts)
+    if isinstance(parts, (Partial, AttentionResult, np.ndarray)) or not isinstance(parts, Iterable):
+        raise TypeError(f"merge_attention: parts is a {type(parts).__name__}; it must be a list of (out, lse) pairs")
+    given = list(parts)
+    if not given:
+        raise ValueError("merge_attention: parts is empty; give at least one (out, lse) pair")
+    if all(isinstance(part, Partial) for part in given):
+        return _merged(given)
+    outs, lses = _checked(given)
     compute, dtype = promoted("merge_attention", *outs)
     compute_lse, lse_dtype = promoted("merge_attention", *lses)
     if len(outs) == 1:
@@ -82,12 +100,26 @@ def merge_attention(parts: Iterable[Part]) -> AttentionResult:
         return AttentionResult(out.astype(dtype, copy=False), lse.astype(lse_dtype, copy=False), None)
 
 
-def _checked(parts: Iterable[Part]) -> tuple[list[Array], list[Array]]:
-    if isinstance(parts, (AttentionResult, np.ndarray)) or not isinstance(parts, Iterable):
-        raise TypeError(f"merge_attention: parts is a {type(parts).__name__}; it must be a list of (out, lse) pairs")
-    pairs = list(parts)
-    if not pairs:
-        raise ValueError("merge_attention: parts is empty; give at least one (out, lse) pair")
+def _merged(parts: list[Any]) -> Partial:
+    """Rows over all keys from rows over some of them, unfinished as they are."""
+    for i, part in enumerate(parts):
+        for name, array, first in zip(Partial._fields, part, parts[0], strict=True):
+            if array.shape != first.shape or array.dtype != first.dtype:
+                raise ValueError(
+                    f"merge_attention: {name} of part {i} has shape {array.shape} and dtype {array.dtype}, of part 0 "
+                    f"{first.shape} and {first.dtype}; they must be equal"
+                )
+    m = np.maximum.reduce([part.m for part in parts])
+    total, o = np.zeros_like(parts[0].l), np.zeros_like(parts[0].o)
+    with np.errstate(all="ignore"):
+        for part in parts:
+            share = np.where(np.isneginf(part.m), 0, np.exp2(part.m - m)).astype(m.dtype)
+            total += share * part.l
+            o += share[..., None] * part.o
+    return Partial(m, total, o)
+
+
+def _checked(pairs: list[Any]) -> tuple[list[Array], list[Array]]:
     outs, lses = [], []
     for i, pair in enumerate(pairs):
         if not isinstance(pair, (tuple, list)) or len(pair) != (3 if isinstance(pair, AttentionResult) else 2):
@@ -95,15 +127,11 @@ def _checked(parts: Iterable[Part]) -> tuple[list[Array], list[Array]]:
         if pair[0] is None or pair[1] is None:
             raise TypeError(f"merge_attention: part {i} has no lse; call attention with return_lse=True")
         out, lse = np.asarray(pair[0]), np.asarray(pair[1])
+        has = f"merge_attention: part {i} has out {out.shape}"
         if out.ndim < 2 or lse.shape != out.shape[:-1]:
-            raise ValueError(
-                f"merge_attention: part {i} has out {out.shape} and lse {lse.shape}; they must be (..., L, Dv) "
-                "and (..., L)"
-            )
+            raise ValueError(f"{has} and lse {lse.shape}; they must be (..., L, Dv) and (..., L)")
         outs.append(out)
         lses.append(lse)
         if out.shape != outs[0].shape:
-            raise ValueError(
-                f"merge_attention: part {i} has out {out.shape} and part 0 has {outs[0].shape}; they must be equal"
-            )
+            raise ValueError(f"{has} and part 0 has {outs[0].shape}; they must be equal")
     return outs, lses

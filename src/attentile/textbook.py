@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .arguments import real
-from .call import attend, promoted, ready, rounded
-from .masks import positive_index
-from .runtime import config
+from .arguments import as_real, positive_index
+from .core import twin
+from .runtime import backend
+from .runtime.threads import get_num_threads
+from .storage import promoted, ready, rounded
 
 Array = NDArray[Any]
 
@@ -23,58 +24,53 @@ MASKED_SCORE = -1e9
 
 
 def _self_attention(
-    function: str, Q: Array, K: Array, V: Array, d_k: Any, mask: ArrayLike | None
+    function: str, Q: ArrayLike, K: ArrayLike, V: ArrayLike, d_k: Any, mask: ArrayLike | None, causal: bool = False
 ) -> tuple[Array, Array]:
     """Output and weights of Q (..., L, d), K (..., S, d), V (..., S, d_v)."""
-    shapes = f"Q has shape {Q.shape}, K {K.shape}, V {V.shape}"
-    for name, array in (("Q", Q), ("K", K), ("V", V)):
+    core = backend.active
+    if core is not None:
+        found = core.textbook(Q, K, V, d_k, "causal" if causal else mask, MASKED_SCORE, None, get_num_threads())
+        if found is not None:
+            return found  # type: ignore[no-any-return]
+    q, k, v = (np.asarray(array) for array in (Q, K, V))
+    lead = _batch_axes(function, q, k, v, causal)
+    number = as_real(function, "d_k", d_k, "a positive number")
+    if not 0 < number < math.inf:
+        raise ValueError(f"{function}: d_k is {d_k!r}; it must be a positive number")
+    rows, keys, width = q.shape[-2], *v.shape[-2:]
+    allowed = _allowed(function, mask, (*lead, rows, keys))
+    compute, dtype = promoted(function, q, k, v)
+    q, k, v = (ready(array, compute) for array in (q, k, v))
+    if 0 in (*lead, rows, keys):
+        output, weights = np.zeros((*lead, rows, width), compute), np.zeros((*lead, rows, keys), compute)
+    elif core is None:
+        visible = np.tri(rows, dtype=bool) if causal else allowed
+        q = np.broadcast_to(q, (*lead, *q.shape[-2:]))  # for the weights to have the batch axes of V too
+        output, weights = twin.textbook(q, k, v, 1.0 / math.sqrt(number), visible, MASKED_SCORE)
+    else:
+        values = v if width else np.zeros((*v.shape[:-1], 1), compute)  # the core takes no empty array
+        seen = "causal" if causal else allowed
+        output, weights = core.textbook(q, k, values, number, seen, MASKED_SCORE, None, get_num_threads())
+        output = output[..., :width]
+    return rounded(output, dtype), rounded(weights, dtype)
+
+
+def _batch_axes(function: str, q: Array, k: Array, v: Array, causal: bool) -> tuple[int, ...]:
+    """Those of the result, after every check of the shapes."""
+    shapes = f"Q has shape {q.shape}, K {k.shape}, V {v.shape}"
+    if causal and (q.ndim < 2 or k.ndim < 2 or q.shape[-2] != k.shape[-2]):
+        raise ValueError(f"{function}: Q has shape {q.shape}, K {k.shape}; they must have the same number of rows")
+    for name, array in (("Q", q), ("K", k), ("V", v)):
         if array.ndim < 2:
             raise ValueError(f"{function}: {name} has shape {array.shape}; it needs at least two axes, (rows, width)")
-    try:
-        scale = real(d_k)
-    except (TypeError, ValueError):
-        raise TypeError(f"{function}: d_k is {d_k!r}; it must be a positive number") from None
-    if not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"{function}: d_k is {d_k!r}; it must be a positive number")
-    if Q.shape[-1] != K.shape[-1] or Q.shape[-1] == 0:
+    if q.shape[-1] != k.shape[-1] or q.shape[-1] == 0:
         raise ValueError(f"{function}: Q and K must have the same width, at least 1 ({shapes})")
-    if K.shape[-2] != V.shape[-2]:
+    if k.shape[-2] != v.shape[-2]:
         raise ValueError(f"{function}: K and V must have the same number of rows ({shapes})")
     try:
-        lead = np.broadcast_shapes(Q.shape[:-2], K.shape[:-2], V.shape[:-2])
+        return np.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     except ValueError:
         raise ValueError(f"{function}: the batch axes do not broadcast ({shapes})") from None
-    scores = (*lead, Q.shape[-2], K.shape[-2])
-    allowed = _allowed(function, mask, scores)
-    compute, dtype = promoted(function, Q, K, V)
-    out, weights = np.empty((*scores[:-1], V.shape[-1]), compute), np.zeros(scores, compute)
-    q, k, v = (_with_heads(ready(array, compute), lead) for array in (Q, K, V))
-    attend(
-        q, k, v, _with_heads(out, lead), 1.0 / math.sqrt(scale), config.threads_for(None, function),
-        mask=None if allowed is None else _with_heads(allowed, lead), weights=_with_heads(weights, lead),
-        fill=MASKED_SCORE,
-    )  # fmt: skip
-    return rounded(out, dtype), rounded(weights, dtype)
-
-
-def _allowed(function: str, mask: ArrayLike | None, scores: tuple[int, ...]) -> Array | None:
-    if mask is None:
-        return None
-    array = np.asarray(mask)
-    if array.dtype.kind not in "biufc" and array.dtype.name != "bfloat16":
-        raise TypeError(f"{function}: mask has dtype {array.dtype}; it must be numeric or bool, 0 = masked")
-    try:
-        return np.broadcast_to((array != 0).view(np.uint8), scores)
-    except ValueError:
-        raise ValueError(
-            f"{function}: mask has shape {array.shape}, which does not broadcast to {scores}, the shape of the scores"
-        ) from None
-
-
-def _with_heads(array: Array, lead: tuple[int, ...]) -> Array:
-    """A view (..., 1, rows, width): every batch axis stays one, there is a single head."""
-    full = np.broadcast_to(array, lead + array.shape[-2:]) if array.shape[:-2] != lead else array
-    return full[..., None, :, :]
 
 
 def self_attention(
@@ -82,14 +78,12 @@ def self_attention(
 ) -> tuple[Array, Array]:
     """Scaled dot-product attention: softmax(Q K^T / sqrt(d_k)) V.
 
+    Formula: Vaswani et al., "Attention Is All You Need", 2017, equation 1.
+
     Parameters
     ----------
-    Q : array_like, shape (..., L, d)
-        Queries.
-    K : array_like, shape (..., S, d)
-        Keys.
-    V : array_like, shape (..., S, d_v)
-        Values.
+    Q, K, V : array_like, shapes (..., L, d), (..., S, d), (..., S, d_v)
+        Queries, keys, values.
     d_k : number
         The scores are divided by sqrt(d_k), whatever the width of Q is.
     mask : array_like, any numeric dtype or bool, broadcastable to (..., L, S), optional
@@ -97,18 +91,13 @@ def self_attention(
 
     Returns
     -------
-    output : ndarray, shape (..., L, d_v)
-    attention_weights : ndarray, shape (..., L, S)
-        Rows sum to 1. The dtype of both is that of Q, K and V by the rules of `attention`: float64 for integers.
+    output, attention_weights : ndarray, shapes (..., L, d_v) and (..., L, S)
+        Rows of weights sum to 1. The dtype is that of Q, K and V by the rules of `attention`: float64 for integers.
 
     Raises
     ------
     ValueError, TypeError
         Shapes that do not fit, d_k that is not a positive number.
-
-    Notes
-    -----
-    Formula: Vaswani et al., "Attention Is All You Need", 2017, equation 1.
 
     Examples
     --------
@@ -120,35 +109,28 @@ def self_attention(
     array([[1.  , 0.  ],
            [0.33, 0.67]])
     """
-    return _self_attention("self_attention", np.asarray(Q), np.asarray(K), np.asarray(V), d_k, mask)
+    return _self_attention("self_attention", Q, K, V, d_k, mask)
 
 
 def causal_attention(Q: ArrayLike, K: ArrayLike, V: ArrayLike, d_k: float) -> tuple[Array, Array]:
     """`self_attention` with a lower-triangular mask: row i sees the keys 0 .. i. L must equal S.
 
+    Formula: Vaswani et al., "Attention Is All You Need", 2017, section 3.2.3.
+
     Parameters
     ----------
-    Q, K : array_like, shape (..., L, d)
-        Queries and keys.
-    V : array_like, shape (..., L, d_v)
-        Values.
-    d_k : number
-        The scores are divided by sqrt(d_k), whatever the width of Q is.
+    Q, K, V, d_k
+        As in `self_attention`.
 
     Returns
     -------
-    output : ndarray, shape (..., L, d_v)
-    attention_weights : ndarray, shape (..., L, L)
-        Zero above the diagonal.
+    output, attention_weights : ndarray, shapes (..., L, d_v) and (..., L, L)
+        As `self_attention` gives them; the weights are zero above the diagonal.
 
     Raises
     ------
     ValueError, TypeError
         If the numbers of rows of Q and K differ, and whatever `self_attention` refuses.
-
-    Notes
-    -----
-    Formula: Vaswani et al., "Attention Is All You Need", 2017, section 3.2.3.
 
     Examples
     --------
@@ -158,20 +140,27 @@ def causal_attention(Q: ArrayLike, K: ArrayLike, V: ArrayLike, d_k: float) -> tu
     >>> output.ravel()
     array([0. , 0.5, 1. ])
     """
-    Q, K, V = np.asarray(Q), np.asarray(K), np.asarray(V)
-    if Q.ndim < 2 or K.ndim < 2 or Q.shape[-2] != K.shape[-2]:
-        raise ValueError(
-            f"causal_attention: Q has shape {Q.shape}, K {K.shape}; they must have the same number of rows"
-        )
-    return _self_attention("causal_attention", Q, K, V, d_k, np.tri(Q.shape[-2], dtype=bool))
+    return _self_attention("causal_attention", Q, K, V, d_k, None, causal=True)
 
 
 def multi_head_attention(
-    x: ArrayLike, d_model: int, num_heads: int, W_q: ArrayLike, W_k: ArrayLike, W_v: ArrayLike, W_o: ArrayLike,
-    mask: ArrayLike | None = None, *, b_q: ArrayLike | None = None, b_k: ArrayLike | None = None,
-    b_v: ArrayLike | None = None, b_o: ArrayLike | None = None,
-) -> Array:  # fmt: skip
+    x: ArrayLike,
+    d_model: int,
+    num_heads: int,
+    W_q: ArrayLike,
+    W_k: ArrayLike,
+    W_v: ArrayLike,
+    W_o: ArrayLike,
+    mask: ArrayLike | None = None,
+    *,
+    b_q: ArrayLike | None = None,
+    b_k: ArrayLike | None = None,
+    b_v: ArrayLike | None = None,
+    b_o: ArrayLike | None = None,
+) -> Array:
     """Multi-head self-attention: project, attend in num_heads groups of columns, concatenate, project.
+
+    Formula: Vaswani et al., "Attention Is All You Need", 2017, section 3.2.2.
 
     Parameters
     ----------
@@ -196,10 +185,6 @@ def multi_head_attention(
     ValueError, TypeError
         If d_model % num_heads != 0 or a shape does not fit; unsupported dtypes.
 
-    Notes
-    -----
-    Formula: Vaswani et al., "Attention Is All You Need", 2017, section 3.2.2.
-
     Examples
     --------
     >>> import numpy as np
@@ -215,39 +200,51 @@ def multi_head_attention(
     x = np.asarray(x)
     if x.ndim < 2 or x.shape[-1] != d_model:
         raise ValueError(f"{name}: x has shape {x.shape}; it must be (..., L, d_model) with d_model = {d_model}")
-    square = (d_model, d_model)
-    weights = [_checked(name, f"W_{p}", w, square) for p, w in zip("qkvo", (W_q, W_k, W_v, W_o), strict=True)]
-    biases = [
-        None if b is None else _checked(name, f"b_{p}", b, (d_model,))
-        for p, b in zip("qkvo", (b_q, b_k, b_v, b_o), strict=True)
-    ]
-    arrays = [x, *weights, *[b for b in biases if b is not None]]
-    compute, dtype = promoted(name, *arrays)
-    d_k, length, lead = d_model // num_heads, x.shape[-2], x.shape[:-2]
-    allowed = _allowed(name, mask, (*lead, length, length))
-    if allowed is not None:
-        allowed = np.broadcast_to(allowed[..., None, :, :], (*lead, num_heads, length, length))
-    x = rounded(x, compute)
-    q, k, v = (
-        _project(x, w, b, compute).reshape(*lead, length, num_heads, d_k).swapaxes(-2, -3)
-        for w, b in zip(weights[:3], biases[:3], strict=True)
-    )
-    concatenated = np.empty((*lead, length, num_heads, d_k), compute)
-    attend(
-        q, k, v, concatenated.swapaxes(-2, -3), 1.0 / math.sqrt(d_k), config.threads_for(None, name), mask=allowed,
-        fill=MASKED_SCORE,
-    )  # fmt: skip
-    out = _project(concatenated.reshape(*lead, length, d_model), weights[3], biases[3], compute)
-    return rounded(out, dtype)
+    given = {"W_q": W_q, "W_k": W_k, "W_v": W_v, "W_o": W_o, "b_q": b_q, "b_k": b_k, "b_v": b_v, "b_o": b_o}
+    layer = {part: np.asarray(value) for part, value in given.items() if value is not None or part[0] == "W"}
+    for part, array in layer.items():
+        shape = (d_model, d_model) if part[0] == "W" else (d_model,)
+        if array.shape != shape:
+            raise ValueError(f"{name}: {part} has shape {array.shape}; it must be {shape}")
+    compute, dtype = promoted(name, x, *layer.values())
+    rows, split = rounded(x, compute), (*x.shape[:-1], num_heads, d_model // num_heads)
+    q, k, v = [_project(rows, layer, part).reshape(split).swapaxes(-2, -3) for part in "qkv"]
+    beside = np.empty(split, compute)  # the heads of a row side by side
+    _attend_heads(name, q, k, v, mask, beside.swapaxes(-2, -3))
+    return rounded(_project(beside.reshape(x.shape), layer, "o"), dtype)
 
 
-def _checked(function: str, name: str, value: ArrayLike, shape: tuple[int, ...]) -> Array:
-    array = np.asarray(value)
-    if array.shape != shape:
-        raise ValueError(f"{function}: {name} has shape {array.shape}; it must be {shape}")
-    return array
+def _project(x: Array, layer: dict[str, Array], part: str) -> Array:
+    weight, bias = rounded(layer["W_" + part], x.dtype), layer.get("b_" + part)
+    # The call of dot costs half as much as that of @ and gives the same bits, but for one row.
+    projected: Array = x.dot(weight) if x.ndim == 2 and len(x) > 1 else x @ weight
+    return projected if bias is None else projected + rounded(bias, x.dtype)
 
 
-def _project(x: Array, weight: Array, bias: Array | None, dtype: np.dtype[Any]) -> Array:
-    projected: Array = x @ rounded(weight, dtype)
-    return projected if bias is None else projected + rounded(bias, dtype)
+def _attend_heads(function: str, q: Array, k: Array, v: Array, mask: ArrayLike | None, out: Array) -> None:
+    """Attention of arrays (..., H, L, d_k) of one dtype."""
+    core, d_k = backend.active, q.shape[-1]
+    if core is not None and core.textbook(q, k, v, d_k, mask, MASKED_SCORE, out, get_num_threads()) is not None:
+        return
+    allowed = _allowed(function, mask, (*q.shape[:-3], q.shape[-2], q.shape[-2]))
+    if core is None:
+        for item in np.ndindex(q.shape[:-2]):
+            seen = None if allowed is None else allowed[item[:-1]]
+            out[item] = twin.textbook(q[item], k[item], v[item], 1.0 / math.sqrt(d_k), seen, MASKED_SCORE)[0]
+    elif out.size:
+        core.textbook(q, k, v, d_k, allowed, MASKED_SCORE, out, get_num_threads())
+
+
+def _allowed(function: str, mask: ArrayLike | None, scores: tuple[int, ...]) -> Array | None:
+    """The mask as truth values of the shape of the scores."""
+    if mask is None:
+        return None
+    array = np.asarray(mask)
+    if array.dtype.kind not in "biufc" and array.dtype.name != "bfloat16":
+        raise TypeError(f"{function}: mask has dtype {array.dtype}; it must be numeric or bool, 0 = masked")
+    try:
+        return np.broadcast_to(array != 0, scores)
+    except ValueError:
+        raise ValueError(
+            f"{function}: mask has shape {array.shape}, which does not broadcast to {scores}, the shape of the scores"
+        ) from None

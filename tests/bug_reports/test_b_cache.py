@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cache_helpers import page_counts
 from numpy.testing import assert_allclose, assert_array_equal
 from report_helpers import assert_same_row, normal, qkv
 
@@ -188,12 +189,12 @@ def test_b128_appending_moves_no_token_that_is_there(monkeypatch, backend):
     with use_backend(backend) if backend else contextlib.nullcontext():
         for t in range(4096):
             cache.append(k, k)
-            table = cache._pages.table[0, : t // 256 + 1].tolist()
+            table = cache.held.pages.table[0, : t // 256 + 1].tolist()
             assert table[: len(addresses)] == addresses  # no page moved
             addresses = table
     if backend:  # the kernels write without the method that is counted
         assert written == [1] * 4096
-    assert cache._pages.pool.counts() == (16, 0)  # and none was taken beside the 16
+    assert page_counts(cache.held.pages.pool) == (16, 0)  # and none was taken beside the 16
     assert_array_equal(cache.keys(), np.broadcast_to(k, (1, 4, 4096, 64)))
 
 

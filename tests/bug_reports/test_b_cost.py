@@ -24,8 +24,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from report_helpers import Array, normal, output_of, qkv
 
 import attentile
-from attentile import attention
-from attentile.runtime import config
+from attentile import attention, explain
 
 STRICT = os.environ.get("ATTENTILE_TEST_TIMES") == "1"
 BUSY = 4  # time of a neighbour on the other core, whose caches are shared; timing must not fail where it says nothing
@@ -289,13 +288,12 @@ SHAPES = {  # q shape, keys, key heads, causal
 @pytest.mark.parametrize("kind", SHAPES)
 def test_b120_b122_b130_work_is_there_for_every_thread(compiled, kind):
     """However few heads there are, and with enough tasks that uneven ones (causal) even out."""
-    (batch, heads, queries, width), keys, kv_heads, _ = SHAPES[kind]
+    shape, keys, kv_heads, causal = SHAPES[kind]
+    q, k = np.zeros(shape, np.float32), np.zeros((shape[0], kv_heads, keys, shape[3]), np.float32)
     for threads in (2, 8):
-        plan = config.core().plan(
-            batch, heads, kv_heads, queries, keys, width, width, 4, threads, False, False
-        )  # fmt: skip
-        assert plan["threads"] == threads
-        assert plan["tasks"] >= (threads if queries == 1 else 2 * threads)
+        found = explain(q, k, k, causal=causal, num_threads=threads)
+        assert found.threads == threads
+        assert found.tasks >= (threads if shape[2] == 1 else 2 * threads)
 
 
 @quiet_machine

@@ -20,7 +20,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from report_helpers import check, output_of, qkv, run_python
 
 from attentile import attention, use_backend
-from attentile.runtime import config
+from attentile.runtime import backend
 
 # ---- B69: instruction sets ----
 
@@ -99,7 +99,7 @@ def objects_with_vex(path: Path) -> set[str]:
 
 def test_b69_only_the_dispatched_objects_need_avx(compiled):
     """Import, the pool and the baseline must run on any processor of the platform."""
-    core = Path(config.core().__file__)
+    core = Path(backend.active.__file__)
     if platform.machine() not in ("x86_64", "AMD64") or core.suffix != ".so":
         pytest.skip("a question of x86-64")
     if not (shutil.which("objdump") and shutil.which("readelf")):
@@ -134,7 +134,7 @@ def needed_libraries(path: Path) -> list[str]:
 
 
 def test_b70_the_core_links_no_openmp(compiled):
-    libraries = needed_libraries(Path(config.core().__file__))
+    libraries = needed_libraries(Path(backend.active.__file__))
     assert any(name.startswith(("libc.", "libpthread.")) for name in libraries)  # the list was found
     assert not [name for name in libraries if OPENMP_RUNTIME.search(name)]
 

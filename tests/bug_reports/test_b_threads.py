@@ -21,7 +21,8 @@ from report_helpers import check, output_of, qkv
 
 import attentile
 from attentile import attention
-from attentile.runtime import config
+from attentile.runtime import backend
+from attentile.runtime import threads as thread_settings
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system can't fork")
 needs_affinity = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system sets no CPU affinity")
@@ -122,11 +123,11 @@ def test_b64_quota_of_the_control_group(tmp_path, monkeypatch, quota, threads):
         (tmp_path / path).write_text(text + "\n")
     for name in ("ATTENTILE_NUM_THREADS", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    real = config._cgroup_quota
-    monkeypatch.setattr(config, "_cgroup_quota", lambda: real(tmp_path))
+    real = thread_settings._cgroup_quota
+    monkeypatch.setattr(thread_settings, "_cgroup_quota", lambda: real(tmp_path))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    monkeypatch.setattr(config, "_process_threads", None)
-    monkeypatch.setattr(config, "_default", None)
+    monkeypatch.setattr(thread_settings, "_process_threads", None)
+    monkeypatch.setattr(thread_settings, "_default", None)
     assert attentile.get_num_threads() == threads
 
 
@@ -253,14 +254,16 @@ def test_b68_failing_calls_keep_no_reference(impl, kind):
 
 
 def test_b68_the_core_keeps_no_reference(compiled):
-    """The fault as reported: a later typed argument fails after earlier ones were taken as memoryviews."""
+    """The fault as reported: a later argument fails after the memory of earlier ones was borrowed."""
     q, k, v = qkv((1, 2, 5, 8))
-    out, wrong = np.empty_like(q), v.astype(np.float64)
-    objects = [q, k, v, out, wrong]
+    out, wrong, mask = np.empty_like(q), v.astype(np.float64), np.tri(5, dtype=bool)
+    options = {"mask": mask, "sinks": np.zeros(2), "key_lengths": np.array([4]), "out": out}
+    objects = [q, k, v, out, wrong, *options.values()]
     before = [sys.getrefcount(x) for x in objects]
     for _ in range(1000):
-        with pytest.raises(ValueError, match="Buffer dtype mismatch"):
-            config.core().attend(q, k, wrong, out, 1.0, 1)
+        assert backend.active.attention(q, k, wrong, options, 1) is None
+        assert backend.active.attention(q, k, v, {**options, "bias": wrong}, 1) is None
+        assert backend.active.attention(q, k, v, options, 1) is out
     assert [sys.getrefcount(x) for x in objects] == before
 
 

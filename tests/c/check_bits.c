@@ -1,7 +1,7 @@
 /* Runs of a mask row (bits.c): every run in rows of up to two blocks and a rest, with one key missing or one too many,
  * against a search key by key. Each row is an allocation of its own size, for sanitizers.
  *
- *     cc -std=c11 -I src/attentile/kernels tests/c/check_bits.c src/attentile/kernels/bits.c */
+ *     cc -std=c11 -I src/attentile/core/kernels tests/c/check_bits.c src/attentile/core/kernels/bits.c */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

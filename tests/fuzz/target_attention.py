@@ -8,7 +8,7 @@ import numpy as np
 from source import Source, expect_text
 
 from attentile import attention, use_backend
-from attentile.runtime import config
+from attentile.runtime import backend
 
 FMA_ISAS = ("avx512", "avx2", "neon")
 SCORES = 60_000  # of a case, so that one takes milliseconds
@@ -119,7 +119,7 @@ def result_of(q: Any, k: Any, v: Any, options: dict[str, Any], **more: Any) -> A
 def check_bits(q: Any, k: Any, v: Any, options: dict[str, Any], want: Any, source: Source) -> None:
     """The same on other threads, instruction sets, for one row alone, and with poison where nothing is seen."""
     np.testing.assert_array_equal(result_of(q, k, v, options, num_threads=source.integer(1, 9)), want)
-    here = config.core()
+    here = backend.active
     if here is not None and here.get_isa() in FMA_ISAS:
         for isa in FMA_ISAS:
             if here.isas().get(isa):

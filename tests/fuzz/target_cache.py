@@ -12,13 +12,13 @@ from cache_helpers import Model, assert_same, poison, state_of
 from source import Source, expect_text
 
 from attentile import KVCache, rotary_embedding
-from attentile.runtime import config
+from attentile.runtime import backend
 
 Life = tuple[KVCache, Model]
 
 
 def isa() -> str:
-    core = config.core()
+    core = backend.active
     return "reference" if core is None else core.get_isa()
 
 
@@ -35,10 +35,10 @@ def made(source: Source) -> Life:
 
 def rotated(cache: KVCache, x: Any, start: Any) -> Any:
     """What the cache does with keys and queries that stand at start, start + 1, ... of each item."""
-    if cache._rotary is None or 0 in x.shape:
+    if cache.held.rotary is None or 0 in x.shape:
         return x
     positions = np.asarray(start)[:, None] + np.arange(x.shape[2])
-    return rotary_embedding(x.astype(np.result_type(x, cache.dtype), copy=False), positions, **cache._rotary)
+    return rotary_embedding(x.astype(np.result_type(x, cache.dtype), copy=False), positions, **cache.held.rotary)
 
 
 def append(source: Source, cache: KVCache, model: Model) -> None:

@@ -9,7 +9,7 @@ from rotary_oracle import multiplied
 from source import Source, expect_text
 
 from attentile import positional_encoding, rotary_embedding, use_backend
-from attentile.runtime import config
+from attentile.runtime import backend
 
 try:
     import ml_dtypes
@@ -81,7 +81,7 @@ def rotary_call(source: Source) -> None:
 
 def check_bits(source: Source, x: Any, argument: Any, positions: Any, options: dict[str, Any], want: Any) -> None:
     """The same on other instruction sets, and for one row alone."""
-    here = config.core()
+    here = backend.active
     if here is None or here.get_isa() not in FMA_ISAS:
         return
     for isa in FMA_ISAS:

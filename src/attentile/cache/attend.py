@@ -1,121 +1,140 @@
-"""Attention over what a KVCache holds: on its pages by the compiled core, else over copies by attention() itself."""
+"""Attention over what a cache holds: on its pages by the compiled core, else over copies of it.
+
+The commonest calls go from KVCache.attend straight to the core's view. The others are placed, rotated, converted and
+explained here.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..attention import AttentionResult, attention, finish
-from ..call import _mask, prepare, promoted
-from ..positions.rotary import rotary_embedding
-from ..positions.scaling import depends_on_length
-from ..runtime import config
-
-if TYPE_CHECKING:
-    from .kv_cache import KVCache
+from .. import dispatch
+from ..arguments import as_array, between, named_in_errors
+from ..attention import OPTIONS
+from ..masks import FAR, check_causal, per_item
+from ..outputs import AttentionResult, Outputs
+from ..positions.items import query_positions, rotate_items
+from ..runtime.threads import threads_for
+from ..scores import Scores, check_mask
+from ..storage import promoted, ready
+from .retention import Held
 
 Array = NDArray[Any]
 Index = NDArray[np.intp]
 
-# The options of prepare() that a call need not name.
-_UNUSED: dict[str, Any] = dict.fromkeys(
-    ("mask", "bias", "scale", "softcap", "sinks", "alibi_slopes", "num_threads", "window")
-)
+
+def attend_held(held: Held, q: ArrayLike, options: Mapping[str, Any]) -> Array | AttentionResult:
+    """KVCache.attend, where the core's view did not do it."""
+    queries = as_array("KVCache.attend", "q", q)
+    if queries.ndim != 4 or (queries.shape[0], queries.shape[3]) != (held.batch, held.head_dim):
+        raise ValueError(
+            f"KVCache.attend: q has shape {queries.shape}; it must be ({held.batch}, heads, rows, {held.head_dim})"
+        )
+    rows = queries.shape[2]
+    with named_in_errors("KVCache.attend"):
+        start, placed = _place(held, rows, options)
+        _check_held(held, start, rows, placed["key_lengths"])
+        if held.rotary is not None:
+            queries = queries.astype(promoted("attention", queries, np.empty(0, held.dtype))[1], copy=False)
+            if queries.size:
+                given = options.get("q_start") is not None
+                at = query_positions(start, rows, held.lengths, held.rotary, placed=given)
+                queries = rotate_items(queries, at, held.rotary, lengths=held.lengths)
+        threads = threads_for(options.get("num_threads"), "attention")
+        return _attend(held, queries, placed, threads)
 
 
-def attend_stored(cache: KVCache, q: Array, options: dict[str, Any]) -> Array | AttentionResult:
-    """q (rotated) over what the cache holds. options: as checks.place() gives them."""
-    n = cache.length
-    options = options | {"window": cache.window} if cache.window is not None else dict(options)
-    if (options["key_lengths"] == n).all():
-        options["key_lengths"] = None
-    core = config.active
-    python = options.get("score_mod") is not None or (cache.sinks and options.get("segments") is not None)
-    if core is None or python or promoted("attention", q)[0] != cache.dtype:
-        return _attend_gathered(cache, q, options)
-    returned = [bool(options.pop(name, False)) for name in ("return_lse", "return_weights")]
-    out = options.pop("out", None)
-    k, v = (
-        np.broadcast_to(np.zeros((), cache.dtype), (cache.batch, cache.kv_heads, n, width))
-        for width in (cache.head_dim, cache.value_dim)
-    )
-    call = prepare(q, k, v, stored=True, kept=cache.sinks > 0, **{**_UNUSED, **options})
-
-    def run(target: Array, lse: Array | None, weights: Array | None) -> None:
-        if 0 in target.shape or n == 0:
-            target[...] = 0
-            if lse is not None:
-                lse[...] = -np.inf
-            return
-        named = call.named()
-        for name in ("lo", "hi", "start"):
-            if (index := named[name]) is not None:
-                named[name] = np.ascontiguousarray(index, np.intp)
-        del named["k"]
-        core.attend_pages(
-            named.pop("q"), cache._shape, cache._pages.table, n, cache.sinks, target, call.scale, call.threads,
-            lse=lse, weights=weights, **named, **call.options,
-        )  # fmt: skip
-
-    return finish(call, run, out, *returned)
+# ---- where the queries stand ----
 
 
-def _attend_gathered(cache: KVCache, q: Array, options: dict[str, Any]) -> Array | AttentionResult:
-    """The same over copies (batch, heads, length, width) with zeros where tokens are gone."""
-    n = cache.length
-    k = np.zeros((cache.batch, cache.kv_heads, n, cache.head_dim), cache.dtype)
-    v = np.zeros((cache.batch, cache.kv_heads, n, cache.value_dim), cache.dtype)
-    for item in range(cache.batch):
-        for first, end in cache._held(item):
-            cache._pages.read(item, first, end, k[item, :, first:end], v[item, :, first:end])
-    if cache.window is not None and cache.sinks:
-        position = options["q_start"][:, None, None, None] + np.arange(q.shape[2])[:, None]
-        seen = (np.arange(n) >= position - cache.window[0]) | (np.arange(n) < cache.sinks)
-        if options.get("mask") is not None:
-            _mask(options["mask"], (*q.shape[:3], n))  # its checks
-            seen = seen & np.asarray(options["mask"])
-        options |= {"mask": seen, "window": (None, 0)}
-    result: Array | AttentionResult = attention(q, k, v, **options)
-    return result
+def _place(held: Held, rows: int, options: Mapping[str, Any]) -> tuple[Index, dict[str, Any]]:
+    """(position of the first row of each item, the options of attend() with every default filled in).
 
-
-def turned(cache: KVCache, x: ArrayLike, before: int) -> Array | None:
-    """x rotated, if it is what the quick ways take: at the next tokens, or (before = -1) at the last ones."""
-    fits = type(x) is np.ndarray and x.dtype is cache.dtype and x.ndim == 4 and x.size > 0
-    if not fits or x.shape[0] != cache.batch or x.shape[3] != cache.head_dim:  # type: ignore[union-attr]
-        return None
-    length = int(cache._lengths[0])
-    start = length + before * x.shape[2]  # type: ignore[union-attr]
-    if start < 0 or (cache.batch > 1 and (cache._lengths != length).any()):
-        return None
-    return rotary_embedding(x, start, **(cache._rotary or {}))
-
-
-def row_positions(starts: Index, counts: Index | int, rows: int) -> Index:
-    """Positions (items, rows) of counts[b] tokens from starts[b] on. Padding behind them takes no later position, for
-    which tables may have no row, and which would change frequencies that depend on the length."""
-    last: Index = np.maximum(starts + counts - 1, 0)
-    positions: Index = np.minimum(starts[:, None] + np.arange(rows), last[:, None])
-    return positions
-
-
-def query_positions(cache: KVCache, start: Index, rows: int, placed: bool) -> Index:
-    """Positions (items, rows) of queries from start[b] on; placed: the caller has given them.
-
-    Tables, and frequencies that depend on the length, know an end: for them the rows behind the last token of an item
-    that has rows before it are padding. Where no row is a token of its item, as when a chunk attends to the cache
-    before it is appended, the rows stand ahead and are no padding.
+    In these, causal is True or False, key_lengths an array, q_start an array where anything asks for positions, and
+    window that of the cache if it has one.
     """
-    options: dict[str, Any] = cache._rotary or {}
-    tables = options.get("cos") is not None
-    position: Index = start[:, None] + np.arange(rows)
-    if not tables and not depends_on_length(options.get("scaling")):
-        return position
-    if not placed:  # rows before the first token of an item with fewer tokens than there are rows
-        position = np.maximum(position, 0)
-    ahead = start >= cache._lengths
-    free = ahead.all() if tables else ahead
-    last = np.where(free, np.iinfo(np.intp).max, np.maximum(cache._lengths - 1, 0))
-    return np.minimum(position, last[:, None])
+    unknown = sorted(options.keys() - OPTIONS.keys())
+    if unknown:
+        raise TypeError(f"KVCache.attend: no option is named {', '.join(unknown)}; use {', '.join(sorted(OPTIONS))}")
+    if held.window is not None and options.get("window") is not None:
+        raise ValueError(f"KVCache.attend: window= was given and the cache has window={held.window}; leave it out")
+    given = options.get("q_start")
+    valid, longest = held.lengths, held.length
+    if options.get("key_lengths") is not None:
+        valid = between("KVCache.attend", "key_lengths", options["key_lengths"], valid, "the lengths of the items")
+    causal = check_causal(options.get("causal", "lower_right" if given is None else True))
+    if given is not None:
+        if isinstance(causal, str):
+            raise ValueError(f"KVCache.attend: q_start= and causal={causal!r} both place the queries; use causal=True")
+        start = np.clip(per_item("q_start", given, valid.shape), -FAR, FAR)
+    elif causal is True and rows != longest:
+        raise ValueError(
+            f"KVCache.attend: causal=True with {rows} queries and {longest} tokens is ambiguous; leave causal out (the "
+            "last tokens of each item), or give q_start= (query i stands at q_start + i)"
+        )
+    else:
+        start = np.zeros(1, np.intp) if causal in (True, "upper_left") else valid - rows
+    start = np.ascontiguousarray(np.broadcast_to(start, valid.shape))
+    window = options.get("window") if held.window is None else held.window
+    positioned = causal is not False or window is not None or options.get("alibi_slopes") is not None
+    if given is not None and not positioned and held.rotary is None:
+        raise ValueError("KVCache.attend: q_start= places the queries for causal=True, window=, alibi_slopes=, rotary")
+    filled = {"causal": causal is not False, "q_start": start if positioned else None, "key_lengths": valid}
+    return start, {**options, **filled, "window": window}
+
+
+def _check_held(held: Held, start: Index, rows: int, valid: Index) -> None:
+    """Refuses rows that need tokens that the window has dropped."""
+    if held.window is None:
+        return
+    held_from = held.held_from
+    position = start[:, None] + np.arange(rows)
+    first = np.maximum(position - held.left, held.sinks)
+    gone = first < np.minimum(np.minimum(position + 1, valid[:, None]), held_from[:, None])
+    if gone.any():
+        item, row = np.argwhere(gone)[0]
+        raise ValueError(
+            f"KVCache.attend: row {row} of item {item} stands at position {position[item, row]} and needs the tokens "
+            f"from {first[item, row]} on; the window has dropped those before {held_from[item]}, which leaves rows "
+            f"from position {held_from[item] + held.left} on"
+        )
+
+
+# ---- what computes ----
+
+
+def _attend(held: Held, q: Array, options: dict[str, Any], threads: int) -> Array | AttentionResult:
+    """q, rotated, over what is held; options: those of _place()."""
+    view = held.view()
+    python = options.get("score_mod") is not None or (held.sinks and options.get("segments") is not None)
+    on_pages = view is not None and not python and promoted("attention", q)[0] == held.dtype
+    if on_pages:  # nothing but their shapes and dtype is asked of keys and values
+        shape = (held.batch, held.kv_heads, held.length)
+        k, v = (np.broadcast_to(np.zeros((), held.dtype), (*shape, width)) for width in (held.head_dim, held.value_dim))
+    else:
+        k, v = held.copies([held.runs(item) for item in range(held.batch)], gaps=True)
+        if held.window is not None and held.sinks:
+            options = options | {"mask": _window_as_mask(held, q, options), "window": (None, 0)}
+    scores = Scores(q, k, v, options, keep=on_pages)
+    outputs = Outputs(scores, v, options)
+    if not on_pages:
+        dispatch.attend(scores, ready(v, scores.compute), outputs, threads)
+    elif scores.empty:
+        outputs.of_no_keys()
+    else:
+        settled = scores.options | ({"window": None} if held.window is not None else {})
+        view.fill(scores.q, settled, scores.intervals, outputs, threads)
+    return outputs.finished()
+
+
+def _window_as_mask(held: Held, q: Array, options: dict[str, Any]) -> Array:
+    """The caller's mask, and the window with its kept first tokens, which is no window that Scores knows."""
+    key = np.arange(held.length)
+    position = options["q_start"][:, None, None, None] + np.arange(q.shape[2])[:, None]
+    seen: Array = (key >= position - held.left) | (key < held.sinks)
+    mask = check_mask(options.get("mask"), (*q.shape[:3], held.length))
+    return seen if mask is None else seen & mask

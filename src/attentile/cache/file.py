@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, BinaryIO
+from collections.abc import Callable
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..call import ready
-from .checks import check_capacity
-
-if TYPE_CHECKING:
-    from .kv_cache import KVCache
+from .retention import Held
 
 Array = NDArray[Any]
 File = str | os.PathLike[str] | BinaryIO
 
 FORMAT = "attentile.KVCache 1"
 _NAMES = ("config", "lengths", "held_from", "keys", "values")
+_SETTINGS = ("batch", "kv_heads", "head_dim", "capacity", "value_dim", "dtype", "window", "sinks", "rotary")
 _TABLE = "rotary_"  # prefix of the arrays among the options of the rotary embedding
 
 
@@ -29,33 +27,34 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"KVCache.save: rotary has a {type(value).__name__} in it; it must be numbers, text and arrays")
 
 
-def pack(cache: KVCache) -> dict[str, Array]:
+def pack(held: Held) -> dict[str, Array]:
     """All there is to store of a cache: its settings as text, and the tokens that are held, item after item."""
     import json  # here, as below: most programs that import attentile store no cache
 
-    runs = [cache._held(item) for item in range(cache.batch)]
-    k, v = cache._packed(runs)
+    runs = [held.runs(item) for item in range(held.batch)]
+    k, v = held.copies(runs)
     used = np.arange(k.shape[2]) < np.array([[sum(end - first for first, end in own)] for own in runs]).reshape(-1, 1)
-    rotary, tables = cache._rotary, {}
+    rotary, tables = held.rotary, {}
     if rotary is not None:
         for name, value in rotary.items():
             if isinstance(value, np.ndarray):  # a dtype that .npy doesn't know (bfloat16) fits into float32
                 tables[_TABLE + name] = value if value.dtype.kind in "biuf" else value.astype(np.float32)
         rotary = {name: value for name, value in rotary.items() if _TABLE + name not in tables}
-    config = {
-        "batch": cache.batch, "kv_heads": cache.kv_heads, "head_dim": cache.head_dim, "capacity": cache.capacity,
-        "value_dim": cache.value_dim, "dtype": cache.dtype.name, "window": cache.window, "sinks": cache.sinks,
-        "rotary": rotary,
-    }  # fmt: skip
+    config: dict[str, Any] = {name: getattr(held, name) for name in _SETTINGS}
+    config |= {"dtype": held.dtype.name, "rotary": rotary}
     return {
-        "format": np.array(FORMAT), "config": np.array(json.dumps(config, default=_plain)),
-        "lengths": cache._lengths.astype(np.int64), "held_from": cache._held_from.astype(np.int64),
-        "keys": k.swapaxes(1, 2)[used], "values": v.swapaxes(1, 2)[used], **tables,
-    }  # fmt: skip
+        "format": np.array(FORMAT),
+        "config": np.array(json.dumps(config, default=_plain)),
+        "lengths": held.lengths.astype(np.int64),
+        "held_from": held.held_from.astype(np.int64),
+        "keys": k.swapaxes(1, 2)[used],
+        "values": v.swapaxes(1, 2)[used],
+        **tables,
+    }
 
 
-def restore(kind: type[KVCache], stored: dict[str, Array]) -> KVCache:
-    """The cache of what pack() gave."""
+def restore(kind: Callable[..., Any], stored: dict[str, Array]) -> Any:
+    """The cache, of this kind, of what pack() gave."""
     import json
 
     try:
@@ -64,45 +63,37 @@ def restore(kind: type[KVCache], stored: dict[str, Array]) -> KVCache:
             if name.startswith(_TABLE):
                 config["rotary"][name.removeprefix(_TABLE)] = array
         cache = kind(**config)
-        _refill(cache, *(stored[name] for name in ("lengths", "held_from", "keys", "values")))
+        _refill(cache.held, *(stored[name] for name in ("lengths", "held_from", "keys", "values")))
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise ValueError(f"KVCache.load: the file is damaged ({error}); save it again") from error
     return cache
 
 
-def _refill(cache: KVCache, lengths: Array, held_from: Array, keys: Array, values: Array) -> None:
-    """Puts tokens (all of an item, then of the next; kv_heads; width) where they were."""
-    if lengths.shape != (cache.batch,) or lengths.dtype != np.int64 or (lengths < 0).any():
+def _refill(held: Held, lengths: Array, held_from: Array, keys: Array, values: Array) -> None:
+    """Puts tokens (all of an item, then of the next; kv_heads; width) where they were, into a new cache."""
+    if lengths.shape != (held.batch,) or lengths.dtype != np.int64 or (lengths < 0).any():
         raise ValueError("lengths make no sense")
-    highest = lengths if cache.window is not None else 0 * lengths
-    if (
-        held_from.shape != lengths.shape
-        or held_from.dtype != np.int64
-        or ((held_from < 0) | (held_from > highest)).any()
-    ):
+    highest = lengths if held.window is not None else 0 * lengths
+    shaped = held_from.shape == lengths.shape and held_from.dtype == np.int64
+    if not shaped or ((held_from < 0) | (held_from > highest)).any():
         raise ValueError("held_from makes no sense")
-    cache._lengths, cache._held_from = lengths.astype(np.intp), held_from.astype(np.intp)
-    nothing = np.zeros(cache.batch, np.intp)
-    check_capacity(cache, nothing, cache._held_from)
-    runs = [(item, first, end) for item in range(cache.batch) for first, end in cache._held(item)]
+    held.lengths = lengths.astype(np.intp)
+    held.held_from = held_from.astype(np.intp)
+    nothing = np.zeros(held.batch, np.intp)
+    held.check_capacity(nothing, held.held_from)
+    runs = [(item, first, end) for item in range(held.batch) for first, end in held.runs(item)]
     total = sum(end - first for _, first, end in runs)
-    for name, found, width in (("keys", keys, cache.head_dim), ("values", values, cache.value_dim)):
-        if found.shape != (total, cache.kv_heads, width) or found.dtype != cache.dtype:
+    for name, found, width in (("keys", keys, held.head_dim), ("values", values, held.value_dim)):
+        if found.shape != (total, held.kv_heads, width) or found.dtype != held.dtype:
             raise ValueError(f"{name} are {found.shape} {found.dtype} for {total} tokens")
     at = 0
     for item, first, end in runs:
         starts, counts = nothing.copy(), nothing.copy()
         starts[item], counts[item] = first, end - first
-        k, v = (
-            np.broadcast_to(
-                ready(x[at : at + end - first].swapaxes(0, 1), cache.dtype),
-                (cache.batch, cache.kv_heads, end - first, x.shape[2]),
-            )
-            for x in (keys, values)
-        )
-        cache._pages.open(starts, counts, nothing, 0)
-        cache._write(k, v, starts, counts)
-        at += end - first
+        part = slice(at, at + end - first)
+        held.pages.open(starts, counts, nothing, 0)
+        held.pages.write(item, first, keys[part].swapaxes(0, 1), values[part].swapaxes(0, 1))
+        at = part.stop
 
 
 def write(file: File, stored: dict[str, Array]) -> None:
@@ -129,13 +120,12 @@ def write(file: File, stored: dict[str, Array]) -> None:
 
 def read(file: File) -> dict[str, Array]:
     """The arrays of a file that write() made, else ValueError."""
-    name = os.fspath(file) if isinstance(file, (str, os.PathLike)) else "the file"
     if isinstance(file, (str, os.PathLike)):
         with open(file, "rb") as source:
-            return _read(source, name)
+            return _read(source, os.fspath(file))
     if not hasattr(file, "read"):
         raise TypeError(f"KVCache.load: file is a {type(file).__name__}; it must be a path or a binary file")
-    return _read(file, name)
+    return _read(file, "the file")
 
 
 def _read(source: BinaryIO, name: str) -> dict[str, Array]:

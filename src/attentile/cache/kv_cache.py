@@ -1,41 +1,29 @@
-"""KVCache: the keys and values of the tokens so far, in pages (pages.py), and attention over them.
+"""KVCache, as its callers see it. What is held: retention.py; where: pages.py; queries: attend.py; files: file.py.
 
-Only `_write`, which puts tokens into the pages, and attend.py, which runs attention over what is held, know what
-computes; for the commonest calls the core holds a view of the arrays. Everything else is bookkeeping on three arrays,
-one entry per batch item: the pages, the length, and `held_from`.
-
-    window=(4, 0), sinks=2, 12 tokens in:      token      0 1 2 3 4 5 6 7 8 9 . .
-                                               held       x x . . . . . x x x x x      held_from = 7
-    the next row stands at 12 and sees                    x x             x x x x +itself
+The commonest calls go straight to the core's view of what is held; only what it does not take goes to these.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from ..attention import AttentionResult
-from ..call import as_array, named_in_errors, promoted, ready
-from ..core.constants import CHUNK, PANEL
-from ..merge import merge_attention
-from ..positions.rotary import rotate_items
-from ..runtime import config
-from . import checks
+from ..attention import AllOptions
+from ..outputs import AttentionResult
+from ..positions.items import copied_options
+from ..runtime.threads import get_num_threads
 from . import file as cache_file
-from .attend import attend_stored, query_positions, row_positions, turned
+from .attend import attend_held
 from .file import File
-from .pages import PagePool, PageTable, addresses_in
-
-__all__ = ["KVCache", "merge_attention"]
+from .pages import addresses_in
+from .retention import Held
 
 Array = NDArray[Any]
 Index = NDArray[np.intp]
-
-_QUICK = {"scale", "softcap", "num_threads"}  # options of attend() that the core's view takes
 
 
 class KVCache:
@@ -93,8 +81,7 @@ class KVCache:
 
     Pages are shared by forks and beams and copied by the first write. One cache must not be changed by two threads at
     once, nor while another attends; attending in several threads, and forks in different threads, are fine.
-    ``copy.copy``, ``copy.deepcopy`` and pickle give an independent cache. The arguments but rotary are attributes, too.
-    Windows with kept first tokens: Xiao et al.,
+    ``copy.copy``, ``copy.deepcopy`` and pickle give an independent cache. Windows with kept first tokens: Xiao et al.,
     "Efficient Streaming Language Models with Attention Sinks", 2023; pages: Kwon et al., "Efficient Memory Management
     for Large Language Model Serving with PagedAttention", 2023.
 
@@ -115,69 +102,61 @@ class KVCache:
     """
 
     def __init__(
-        self, batch: int, kv_heads: int, head_dim: int, capacity: int | None = None, *, value_dim: int | None = None,
-        dtype: DTypeLike = "float32", window: tuple[int, int] | None = None, sinks: int = 0,
+        self,
+        batch: int,
+        kv_heads: int,
+        head_dim: int,
+        capacity: int | None = None,
+        *,
+        value_dim: int | None = None,
+        dtype: DTypeLike = "float32",
+        window: tuple[int, int] | None = None,
+        sinks: int = 0,
         rotary: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
-        batch = checks.count("batch", batch, 0)
-        self.kv_heads, self.head_dim = checks.count("kv_heads", kv_heads, 1), checks.count("head_dim", head_dim, 1)
-        self.value_dim = self.head_dim if value_dim is None else checks.count("value_dim", value_dim, 1)
-        self.capacity = None if capacity is None else checks.count("capacity", capacity, 1)
-        self.dtype = checks.storage_dtype(dtype)
-        self.window, self.sinks = checks.window_of(window), checks.count("sinks", sinks, 0)
-        if self.sinks and self.window is None:
-            raise ValueError(
-                f"KVCache: sinks={self.sinks} keeps first tokens beside a window; give window=(left, 0) too"
-            )
-        size = CHUNK  # a chunk of the pass; a small cache has one smaller page for each item
-        if self.capacity is not None and self.window is None:
-            size = min(CHUNK, -(-self.capacity // PANEL) * PANEL)
-        pages = checks.pages_per_item(self, batch, size)
-        self._rotary = checks.rotary_options("KVCache", rotary)
-        if self._rotary is not None:  # its own checks, before anything is stored
-            rotate_items(np.zeros((1, 1, 1, self.head_dim), self.dtype), 0, self._rotary)
-        self._lengths, self._held_from = np.zeros(batch, np.intp), np.zeros(batch, np.intp)
-        pool = PagePool(self.kv_heads, self.head_dim, self.value_dim, size, self.dtype)
-        pool.grow(batch * pages)
-        self._pages = PageTable(pool, np.zeros((batch, pages), np.intp))
-        self._shape = (self.kv_heads, size, self.head_dim, self.value_dim)  # of a page, as the core takes it
-        # Tokens of each item from and up to which its pages are there and its own; the core's view of these arrays.
-        self._own_from, self._writable, self._made = np.zeros(batch, np.intp), np.zeros(batch, np.intp), None
+    ) -> None:
+        held = Held(batch, kv_heads, (head_dim, value_dim), capacity, dtype, window, sinks, rotary)
+        self.held = held  # internal: the way in for the other rooms of this package
+        self.kv_heads = held.kv_heads
+        self.head_dim = held.head_dim
+        self.value_dim = held.value_dim
+        self.capacity = held.capacity
+        self.dtype = held.dtype
+        self.window = held.window
+        self.sinks = held.sinks
 
     @property
     def batch(self) -> int:
-        return len(self._lengths)
+        return self.held.batch
 
     @property
     def length(self) -> int:
         """Tokens appended so far, of the longest item."""
-        return int(self._lengths.max(initial=0))
+        return self.held.length
 
     @property
     def rotary(self) -> Mapping[str, Any] | None:
         """The options of the rotation, a copy with read-only tables, or None."""
-        return None if self._rotary is None else MappingProxyType(checks.copied(self._rotary))
+        rotary = self.held.rotary
+        return None if rotary is None else MappingProxyType(copied_options(rotary))
 
     @property
     def lengths(self) -> Index:
         """Tokens appended so far, of each item: a copy."""
-        return self._lengths.copy()
+        return self.held.lengths.copy()
 
     def __repr__(self) -> str:
-        extra: dict[str, Any] = {
-            "value_dim": self.value_dim if self.value_dim != self.head_dim else None,
-            "capacity": self.capacity,
-        }
-        extra |= {"window": self.window, "sinks": self.sinks or None, "rotary": self._rotary}
+        value_dim = self.value_dim if self.value_dim != self.head_dim else None
+        extra: dict[str, Any] = {"value_dim": value_dim, "capacity": self.capacity, "window": self.window}
+        extra |= {"sinks": self.sinks or None, "rotary": self.held.rotary}
         options = "".join(f", {name}={value}" for name, value in extra.items() if value is not None)
-        tokens = " to ".join(str(n) for n in sorted({int(self._lengths.min(initial=self.length)), self.length}))
+        tokens = " to ".join(str(n) for n in sorted({int(self.held.lengths.min(initial=self.length)), self.length}))
         tokens += " token" if tokens == "1" else " tokens"
-        pages, size = len(set(addresses_in(self._pages.table))), self._pages.pool.page_keys
-        kib = pages * self._pages.pool.page_items * self.dtype.itemsize / 1024
+        pages, pool = len(set(addresses_in(self.held.pages.table))), self.held.pages.pool
+        kib = pages * pool.page_items * self.dtype.itemsize / 1024
         memory = f"{kib:.1f} KiB" if kib < 1024 else f"{kib / 1024:.1f} MiB"
         return (
             f"KVCache(batch={self.batch}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, dtype={self.dtype}"
-            f"{options}): {tokens}, {pages} page{'s' * (pages != 1)} of {size} ({memory})"
+            f"{options}): {tokens}, {pages} page{'s' * (pages != 1)} of {pool.page_keys} ({memory})"
         )
 
     # ---- tokens in ----
@@ -201,67 +180,11 @@ class KVCache:
         IndexError
             A token at a position for which the tables of `rotary` have no row. The cache is then as before.
         """
-        self._append(k, v, lengths)
-
-    def _append(self, k: ArrayLike, v: ArrayLike, lengths: ArrayLike | None, keep: bool = False) -> None:
-        """keep: pages that the window drops stay, for undo.py."""
-        view = self._made
-        if view is not None and lengths is None and config.active is not None:
-            given = k if self._rotary is None else turned(self, k, 0)
-            if given is not None and view.append(given, v):
-                return
-        k, v = checks.incoming(self, "k", k, self.head_dim), checks.incoming(self, "v", v, self.value_dim)
-        n = k.shape[2]
-        if v.shape[2] != n:
-            raise ValueError(f"KVCache.append: k has {n} tokens and v has {v.shape[2]}; they must be equal")
-        counts = np.full(self.batch, n, np.intp)
-        if lengths is not None:
-            counts = checks.between("KVCache.append", "lengths", lengths, counts, "the tokens of k")
-        held_from = self._held_from
-        if self.window is not None:  # an item that gets nothing has no new row, so it loses nothing
-            held_from = np.where(counts > 0, np.maximum(held_from, self._lengths - self.window[0]), held_from)
-        checks.check_capacity(self, counts, held_from)
-        k, v = ready(k, self.dtype), ready(v, self.dtype)  # copies come before changes: there may be no memory for them
-        if self._rotary is not None and k.size:
-            k = rotate_items(k, row_positions(self._lengths, counts, n), self._rotary)
-        # A signal may break in anywhere: tokens are disowned before their pages go, and so is the core's view of both.
-        table, before = self._pages.table, self._held_from
-        self._made, self._held_from = None, held_from
-        try:
-            self._pages.open(self._lengths, counts, before if keep else held_from, self.sinks)
-        except BaseException:
-            self._held_from = before if self._pages.table is table else held_from
-            raise
-        self._write(k, v, self._lengths, counts)
-        self._lengths = self._lengths + counts
-        size = self._pages.pool.page_keys
-        own_from = (self._lengths - counts) // size * size
-        self._replaced(np.where(counts > 0, -(-self._lengths // size) * size, 0), own_from)
-
-    def _write(self, k: Array, v: Array, starts: Index, counts: Index) -> None:
-        """Backend: the first counts[b] tokens of item b go to starts[b] ... of opened pages. k, v: as ready() gives."""
-        core = config.active
-        if core is not None and k.size:
-            core.store_tokens(k, v, self._shape, self._pages.table, starts, counts)
-        else:
-            for item, n in enumerate(counts):
-                self._pages.write(item, int(starts[item]), k[item, :, :n], v[item, :, :n])
-
-    def _replaced(self, writable: Index | None = None, own_from: Index | None = None) -> None:
-        """Arrays that the core's view holds are others now. By default no page may be written to as it is."""
-        nothing = np.zeros_like(self._lengths)
-        self._writable, self._own_from = (nothing if index is None else index for index in (writable, own_from))
-        self._made, core = None, config.active
-        if core is not None and self.batch:
-            left, capacity = (-1 if n is None else n for n in (self.window and self.window[0], self.capacity))
-            self._made = core.CacheView(
-                self._shape, self._pages.table, self._lengths, self._held_from, self._writable, self.dtype, left,
-                self.sinks, capacity,
-            )  # fmt: skip
+        self.held.append(k, v, lengths)
 
     # ---- attention ----
 
-    def attend(self, q: ArrayLike, **options: Any) -> Array | AttentionResult:
+    def attend(self, q: ArrayLike, **options: Unpack[AllOptions]) -> Array | AttentionResult:
         """Attention of queries over the tokens so far.
 
         Parameters
@@ -305,71 +228,27 @@ class KVCache:
                [0.31, 0.69, 0.  ],
                [0.6 , 0.4 , 0.  ]])
         """
-        view = self._made
-        if view is not None and config.active is not None and (not options or options.keys() <= _QUICK):
-            given = q if self._rotary is None else turned(self, q, -1)
-            if given is not None:
-                threads = config.threads_for(options.get("num_threads"), "KVCache.attend")
-                result: Array | None = view.attend(given, threads, options.get("scale"), options.get("softcap"))
-                if result is not None:
-                    return result
-        queries = as_array("KVCache.attend", "q", q)
-        if queries.ndim != 4 or (queries.shape[0], queries.shape[3]) != (self.batch, self.head_dim):
-            raise ValueError(
-                f"KVCache.attend: q has shape {queries.shape}; it must be ({self.batch}, heads, rows, {self.head_dim})"
-            )
-        with named_in_errors("KVCache.attend"):
-            start, placed = checks.place(
-                queries.shape[2], options, self._lengths, self.window, self._rotary is not None
-            )
-            if self.window is not None:
-                valid = placed["key_lengths"]
-                checks.check_held(start, queries.shape[2], valid, self.window[0], self.sinks, self._held_from)
-            if self._rotary is not None:
-                queries = queries.astype(promoted("attention", queries, np.empty(0, self.dtype))[1], copy=False)
-                if queries.size:
-                    at = query_positions(self, start, queries.shape[2], options.get("q_start") is not None)
-                    queries = rotate_items(queries, at, self._rotary, lengths=self._lengths)
-            return attend_stored(self, queries, placed)
+        held = self.held
+        view = held.view()
+        if view is not None:
+            given = q if held.rotary is None else held.turned(q, -1, options)
+            found = None if given is None else view.attend(given, options, get_num_threads())
+            if found is not None:
+                return AttentionResult(*found) if type(found) is tuple else found
+        return attend_held(held, q, options)
 
     # ---- tokens out ----
-
-    def _held(self, item: int, held_from: int | None = None) -> list[tuple[int, int]]:
-        """The runs (first, end) of the tokens of an item that are held; of the later ones, those from held_from on."""
-        end = int(self._lengths[item])
-        later = max(int(self._held_from[item]), 0 if held_from is None else held_from)
-        runs = [(0, end)] if later <= self.sinks else [(0, min(self.sinks, end)), (later, end)]
-        return [(first, last) for first, last in runs if first < last]
-
-    def _visible(self) -> list[list[tuple[int, int]]]:
-        """The runs of keys() and values(): of what is held, what the row of the last token sees."""
-        if self.window is None:
-            return [self._held(item) for item in range(self.batch)]
-        return [self._held(item, int(self._lengths[item]) - self.window[0] - 1) for item in range(self.batch)]
-
-    def _packed(self, runs: list[list[tuple[int, int]]]) -> tuple[Array, Array]:
-        """Keys and values (batch, kv_heads, n, width) of the runs of tokens of each item in a row, then zeros."""
-        n = max((sum(end - first for first, end in item) for item in runs), default=0)
-        k = np.zeros((self.batch, self.kv_heads, n, self.head_dim), self.dtype)
-        v = np.zeros((self.batch, self.kv_heads, n, self.value_dim), self.dtype)
-        for item, own in enumerate(runs):
-            at = 0
-            for first, end in own:
-                part = slice(at, at + end - first)
-                self._pages.read(item, first, end, k[item, :, part], v[item, :, part])
-                at = part.stop
-        return k, v
 
     def keys(self) -> Array:
         """The keys that are held, oldest first: a copy (batch, kv_heads, n, head_dim) with zeros after an item's end.
 
         With a window: the kept first tokens and the last left + 1. With `rotary`: as stored, that is, rotated.
         """
-        return self._packed(self._visible())[0]
+        return self.held.copies(self.held.visible())[0]
 
     def values(self) -> Array:
         """The values of the tokens of `keys()`: a copy (batch, kv_heads, n, value_dim)."""
-        return self._packed(self._visible())[1]
+        return self.held.copies(self.held.visible())[1]
 
     # ---- going back, branching ----
 
@@ -388,36 +267,14 @@ class KVCache:
             dropped: length - left must be at least held_from, unless nothing was dropped or nothing but kept first
             tokens is left. The cache is then as before.
         """
-        ends = checks.between("KVCache.truncate", "length", length, self._lengths, "the lengths of the items")
-        if self.window is not None:
-            whole = (self._held_from <= self.sinks) | (ends <= self.sinks)
-            lost = ~whole & (ends - self.window[0] < self._held_from)
-            if lost.any():
-                item = int(lost.argmax())
-                raise ValueError(
-                    f"KVCache.truncate: item {item} cannot go back to {ends[item]} tokens; the window has dropped "
-                    f"those before {self._held_from[item]}, which leaves lengths from "
-                    f"{self._held_from[item] + self.window[0]} on, or up to {self.sinks}"
-                )
-        self._made, self._lengths = None, ends  # the core's view would still see the pages that are given up now
-        self._held_from = np.where(ends <= self.sinks, 0, self._held_from)
-        # Where the window holds no later token any more, only the kept first ones stay.
-        stay = np.where(self._held_from < ends, ends, np.minimum(self.sinks, ends))
-        self._pages.cut(stay)
-        size, own = self._pages.pool.page_keys, (ends > self._own_from) & (stay == ends)
-        self._replaced(np.where(own, np.minimum(self._writable, -(-ends // size) * size), 0), self._own_from)
+        view = self.held.view()
+        if view is None or not view.truncate(length):
+            self.held.truncate(length)
 
     def fork(self) -> KVCache:
         """An independent cache with the same tokens. They share pages until one of them writes into one."""
-        pages = self._pages.fork()
         twin = object.__new__(type(self))
-        self._replaced()  # every page is shared now
-        twin.__dict__ |= self.__dict__ | {
-            "_pages": pages,
-            "_lengths": self._lengths.copy(),
-            "_held_from": self._held_from.copy(),
-        }
-        twin._replaced()
+        twin.__dict__ |= self.__dict__ | {"held": self.held.fork()}
         return twin
 
     def reorder(self, beam_index: ArrayLike) -> None:
@@ -433,10 +290,7 @@ class KVCache:
         TypeError, ValueError
             Not integers on one axis, or not between 0 and batch - 1.
         """
-        items, self._made = checks.beams(beam_index, self.batch), None
-        self._pages.reorder(items)
-        self._lengths, self._held_from = self._lengths[items], self._held_from[items]
-        self._replaced()
+        self.held.reorder(beam_index)
 
     def __copy__(self) -> KVCache:
         return self.fork()
@@ -470,7 +324,7 @@ class KVCache:
         >>> KVCache.load(file).length
         3
         """
-        cache_file.write(file, cache_file.pack(self))
+        cache_file.write(file, cache_file.pack(self.held))
 
     @classmethod
     def load(cls, file: File) -> KVCache:
@@ -489,7 +343,8 @@ class KVCache:
         TypeError, ValueError, OSError
             Another kind of `file`; a file that is no cache, or damaged; what the system says. Pickles are never loaded.
         """
-        return cache_file.restore(cls, cache_file.read(file))
+        cache: KVCache = cache_file.restore(cls, cache_file.read(file))
+        return cache
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return cache_file.restore, (type(self), cache_file.pack(self))
+        return cache_file.restore, (type(self), cache_file.pack(self.held))

@@ -67,10 +67,6 @@ class PagePool:
 
     def grow(self, pages: int) -> None:
         """One more slab. MemoryError leaves everything as it was."""
-        with _lock:
-            self._grow(pages)
-
-    def _grow(self, pages: int) -> None:
         if pages <= 0:
             return
         slab = np.empty(pages * self.page_items * self.dtype.itemsize + ALIGN, np.uint8)
@@ -78,8 +74,9 @@ class PagePool:
         items = slab[skip : skip + pages * self.page_items * self.dtype.itemsize].view(self.dtype)
         cut = [items[i * self.page_items : (i + 1) * self.page_items] for i in range(pages)]
         addresses = signed([page.ctypes.data for page in cut])
-        self._pages.update(zip(addresses, cut, strict=True))
-        self._free += reversed(addresses)
+        with _lock:
+            self._pages.update(zip(addresses, cut, strict=True))
+            self._free += reversed(addresses)
 
     def page(self, address: int) -> Array:
         """The elements of a page on one axis."""
@@ -99,7 +96,7 @@ class PagePool:
         """That many pages, each with one reference. MemoryError leaves everything as it was."""
         with _lock:
             self._settle()
-            self._grow(wanted - len(self._free))
+            self.grow(wanted - len(self._free))
             taken = [self._free.pop() for _ in range(wanted)]
             self._references.update(dict.fromkeys(taken, 1))
             return taken
@@ -111,7 +108,12 @@ class PagePool:
 
     def release(self, addresses: Iterable[int]) -> None:
         with _lock:
-            self._release(addresses)
+            for address in addresses:
+                if self._references[address] == 1:
+                    del self._references[address]
+                    self._free.append(address)
+                else:
+                    self._references[address] -= 1
 
     def unshared(self, addresses: list[int]) -> list[int]:
         """Those of the pages that have no other reference."""
@@ -133,23 +135,9 @@ class PagePool:
                     copied.append(i)
             return copied
 
-    def counts(self) -> tuple[int, int]:
-        """(pages in use, free pages)."""
-        with _lock:
-            self._settle()
-            return len(self._references), len(self._free)
-
-    def _release(self, addresses: Iterable[int]) -> None:
-        for address in addresses:
-            if self._references[address] == 1:
-                del self._references[address]
-                self._free.append(address)
-            else:
-                self._references[address] -= 1
-
     def _settle(self) -> None:
         while self.returned:
-            self._release(addresses_in(self.returned.popleft()))
+            self.release(addresses_in(self.returned.popleft()))
 
 
 def addresses_in(table: Index) -> list[int]:
@@ -185,38 +173,33 @@ class PageTable:
         kept_first nor at or after held_from are given up. All or nothing: no page of the table loses a reference or a
         token before the new table stands, so what breaks in before (an exception, a signal) costs at most unused pages.
         """
-        pool, size, columns = self.pool, self.pool.page_keys, self.table.shape[1]
-        missing: list[tuple[int, int]] = []  # places (item, column) in the table
-        present: list[tuple[int, int]] = []
-        dropped: list[tuple[int, int]] = []
-        steps = enumerate(zip(starts.tolist(), counts.tolist(), held_from.tolist(), strict=True))
-        for item, (start, count, held) in steps:
-            for column in range(start // size, -(-(start + count) // size) if count else 0):
-                there = column < columns and self.table[item, column]
-                (present if there else missing).append((item, column))
-            column = min(held // size, columns) - 1
-            while column * size >= kept_first and column >= 0 and self.table[item, column]:
-                dropped.append((item, column))  # what lies further back was dropped before
-                column -= 1
-        old = [int(self.table[place]) for place in present]
-        copied = pool.shared(old)
-        if not (missing or copied or dropped):
-            return
-        needed = 1 + max((column for _, column in missing), default=-1)
+        pool = self.pool
+        size, columns = pool.page_keys, self.table.shape[1]
+        ends = np.where(counts > 0, starts + counts, 0)
+        needed = -(-int(ends.max(initial=0)) // size)
         if needed > columns:  # doubled, so that a long life costs few copies of the table
             columns = max(needed, 2 * columns)
         table = np.zeros((len(self.table), columns), np.intp)
         table[:, : self.table.shape[1]] = self.table
-        given_up = [int(table[place]) for place in dropped]
-        spare = pool.unshared(given_up)[: len(missing)]  # becomes a missing page in the moment when the table changes
-        taken = spare + pool.take(len(missing) + len(copied) - len(spare))
+        first = size * np.arange(columns)  # tokens
+        there = table != 0
+        wanted = (first < ends[:, None]) & (first + size > starts[:, None])
+        present = wanted & there
+        missing = wanted ^ present
+        dropped = there & (first >= kept_first) & (first + size <= held_from[:, None])
+        old, given_up = table[present].tolist(), table[dropped].tolist()
+        copied, new = pool.shared(old), int(missing.sum())
+        if not (new or copied or given_up):
+            return
+        spare = pool.unshared(given_up)[:new]  # becomes a missing page in the moment when the table changes
+        taken = spare + pool.take(new + len(copied) - len(spare))
+        own = list(old)
         for i in copied:
-            table[present[i]] = address = taken.pop()
-            pool.page(address)[:] = pool.page(old[i])
-        for place in dropped:
-            table[place] = 0
-        for place in missing:
-            table[place] = taken.pop()
+            own[i] = taken.pop()
+            pool.page(own[i])[:] = pool.page(old[i])
+        table[present] = own
+        table[missing] = taken
+        table[dropped] = 0
         self.table = table
         pool.release([old[i] for i in copied] + [address for address in given_up if address not in spare])
 

@@ -2,16 +2,19 @@
 # _pass.pxi. Included by _core.pyx.
 
 cdef enum:
+    ROW_BUFFERS = 4                             # of Block: m, l, slope, position
     MAX_BLOCKS = 8                              # blocks of rows that share one visit of a chunk
     TASK_ROWS = 192                             # rows that share it if there are tasks enough for all threads
     WORDS = AT_CHUNK // AT_WORD
+    MAX_THREADS = 256                           # of one call
     TASKS_PER_THREAD = 8                        # fewer blocks per task rather than fewer tasks than this
     FEW_TASKS_PER_THREAD = 4                    # few rows: heads are shared among threads below this
-    MAX_PARTIALS = 1 << 20                      # chunks of all heads, if they are: 2^28 keys; more is a repeating view
+    MAX_PARTS = 1 << 20                         # chunks of all heads, if they are: 2^28 keys; more is a repeating view
     NONE = 0                                    # kinds of a mask word over the rows of a block
     MIXED = 1
     ALL = 2
 
+cdef Py_ssize_t FAR = 1 << 60                   # beyond any key; positions are clipped to it so that sums cannot wrap
 # Smaller arrays are taken to be in the caches already, where fetching ahead only costs (about 1 % of the pass).
 cdef Py_ssize_t FETCH_BYTES = 4 << 20
 cdef Py_ssize_t FEW_FETCH_BYTES = 12 << 20      # a single reading, from L3 as fast as fetched: 82 against 72 GB/s
@@ -24,16 +27,37 @@ cdef struct Strided:
     char *data                                  # element [0, 0, 0, 0]; NULL if the array is not there
     Py_ssize_t batch, head, row, column         # bytes
 
+# A row that is not finished, see kernels.h: its largest score m, the sum l of exp2(score - m), the sum o of the values
+# with these weights.
+cdef struct Partial:
+    Strided m, l                                # [query]
+    Strided o                                   # [query][value width]
+
+# One integer per batch item; data is NULL if there is none.
+cdef struct Index:
+    char *data                                  # Py_ssize_t
+    Py_ssize_t batch                            # bytes
+
+# Which keys a row may see by its position alone: see interval_of().
+cdef struct Structure:
+    bint some                                   # a row may see less than all keys
+    bint causal
+    bint from_end                               # without `first`: the last query stands at the last valid key
+    Py_ssize_t left, right                      # window around the position; FAR: unlimited
+    Index first                                 # position of query 0; none: 0, or from_end
+    Index lengths                               # valid keys; none: all
+    Index prefixes                              # first keys that a causal row sees in any case; none: 0
+    Strided lo, hi                              # [row] intervals beside all this (packed segments); NULL: none
+    Py_ssize_t kept                             # every row sees the first `kept` keys, whatever its lo (not its hi)
+    bint mask_in_rows                           # the mask is the same for all rows: one run of keys is an interval
+
 cdef struct Job:
     const at_tiles *tiles
     Strided q, k, v, out, mask, bias, weights, lse
-    Strided state                               # [query][2] m and l of each row for a second pass, _stats.pxi
-    const Py_ssize_t *lo                        # [batch][row], keys a row may see; NULL: all
-    const Py_ssize_t *hi
-    Py_ssize_t interval_batch                   # elements between batches of lo and hi, 0 if they share one
+    Partial before                              # where rows go on from; NULL: from nothing
+    Partial after                               # where they are left
+    Structure structure
     Py_ssize_t batch, kv_heads, group, queries, keys, width, value_width
-    const Py_ssize_t *start                     # [batch] position of query 0; needed by slopes
-    Py_ssize_t start_batch                      # 1, or 0 if the items share it
     const double *slopes                        # [query head] of ALiBi, NULL: none
     const double *sinks                         # [query head] logits, NULL: none
     double softcap                              # 0: none
@@ -47,7 +71,6 @@ cdef struct Job:
     Py_ssize_t key_step                         # elements between the widths of a key: 1, in panels AT_PANEL
     const Py_ssize_t *pages                     # [batch][chunk] address of the page; NULL: k and v are arrays
     Py_ssize_t pages_batch, value_offset
-    Py_ssize_t kept                             # every row sees the first `kept` keys, whatever its lo (not its hi)
     # Few rows (_few.pxi)
     bint few                                    # all rows of a head are one block for the tiles with lanes = keys
     Py_ssize_t few_pitch                        # elements of a row of values in scratch
@@ -56,14 +79,23 @@ cdef struct Job:
     char *partials                              #   which leave [head][chunk] partial results here
     Py_ssize_t partial_bytes, partials_per_head
 
+cdef struct Item:                               # what `structure` holds of one batch item
+    Py_ssize_t first, length, prefix
+
+cdef struct PartialRows:
+    char *m[AT_MAX_ROWS]
+    char *l[AT_MAX_ROWS]
+    char *o[AT_MAX_ROWS]
+
 # One block of rows during a task. All buffers lie in the slot's scratch; pitch = vectors * lanes.
 cdef struct Block:
     Py_ssize_t n_rows, pitch
     int vectors
     bint first                                  # no chunk was visited yet: ot holds nothing
     bint excludes                               # some visited key was excluded for some row
+    bint masked                                 # the mask is looked at: it is there and no interval
     Py_ssize_t lo, hi, all_lo, all_hi           # seen by some row: [lo, hi); by all rows: [all_lo, all_hi)
-    Py_ssize_t gap_end                          # seen by none: [job.kept, gap_end)
+    Py_ssize_t gap_end                          # seen by none: [kept, gap_end)
     char *qt
     char *ot
     char *m
@@ -81,7 +113,8 @@ cdef struct Block:
     char *out_rows[AT_MAX_ROWS]
     char *weight_rows[AT_MAX_ROWS]
     char *lse_rows[AT_MAX_ROWS]
-    char *state_rows[AT_MAX_ROWS]
+    PartialRows before                          # where the rows go on from, and are left
+    PartialRows after
 
 # What the blocks of a task use one after the other.
 cdef struct Shared:
@@ -119,6 +152,11 @@ cdef inline void set_real(char *p, size_t itemsize, double x) noexcept nogil:
         (<float *> p)[0] = <float> x
 
 
+cdef inline double real_of(double x, size_t itemsize) noexcept nogil:
+    """x as an element holds it."""
+    return x if itemsize == 8 else <double> <float> x
+
+
 cdef inline void fill_reals(char *p, size_t itemsize, Py_ssize_t n, double x) noexcept nogil:
     cdef Py_ssize_t i
     for i in range(n):
@@ -140,6 +178,15 @@ cdef inline const char *value_chunk(const Job *job, Py_ssize_t b, Py_ssize_t hea
 
 cdef inline char *at(const Strided *a, Py_ssize_t b, Py_ssize_t h, Py_ssize_t i) noexcept nogil:
     return a.data + b * a.batch + h * a.head + i * a.row
+
+
+cdef inline void bind_four(Strided *to, const void *data, Py_ssize_t *strides) noexcept:
+    """An array of four axes, as its memoryview tells."""
+    to.data = <char *> data
+    to.batch = strides[0]
+    to.head = strides[1]
+    to.row = strides[2]
+    to.column = strides[3]
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -182,7 +229,7 @@ cdef void choose_few(Job *job, Py_ssize_t rows, Py_ssize_t heads, int threads) n
     job.block_rows, job.blocks_per_task = rows, 1
     job.few_pitch = (job.value_width + job.tiles.lanes - 1) // job.tiles.lanes * job.tiles.lanes
     job.parts, job.heads_per_task = 1, max(<Py_ssize_t> 1, heads // (TASKS_PER_THREAD * threads))
-    if heads < FEW_TASKS_PER_THREAD * threads and threads > 1 and chunks <= MAX_PARTIALS // heads:
+    if heads < FEW_TASKS_PER_THREAD * threads and threads > 1 and chunks <= MAX_PARTS // heads:
         job.parts = min(chunks, (FEW_TASKS_PER_THREAD * threads + heads - 1) // heads)
     job.tasks = (heads + job.heads_per_task - 1) // job.heads_per_task * job.parts
 
@@ -193,7 +240,7 @@ cdef void size_scratch(Job *job) noexcept nogil:
     cdef Py_ssize_t chunks = chunks_before(job.keys) if job.weights.data != NULL else 0
     cdef Py_ssize_t values = aligned(max(rows * job.value_width, job.block_rows * job.few_pitch) * item)
     job.block_bytes = (aligned(sizeof(Block)) + aligned(rows * job.width * item) + values
-                       + (4 + chunks) * aligned(rows * item))
+                       + (ROW_BUFFERS + chunks) * aligned(rows * item))
     job.scratch_per_slot = (aligned(sizeof(Shared)) + aligned(AT_CHUNK * rows * item) + 4 * aligned(rows * item)
                             + aligned(WORDS * rows * sizeof(uint32_t)) + job.blocks_per_task * job.block_bytes)
     if job.few:
@@ -244,49 +291,82 @@ cdef void point_rows(const Job *job, const char **rows, const Strided *array, Py
             p = at(array, b, head, 0)
 
 
+cdef inline Py_ssize_t integer_of(const Index *index, Py_ssize_t b, Py_ssize_t otherwise) noexcept nogil:
+    return (<const Py_ssize_t *> (index.data + b * index.batch))[0] if index.data != NULL else otherwise
+
+
+cdef Item item_of(const Job *job, Py_ssize_t b) noexcept nogil:
+    cdef const Structure *structure = &job.structure
+    cdef Item item
+    item.length = integer_of(&structure.lengths, b, job.keys)
+    item.prefix = integer_of(&structure.prefixes, b, 0)
+    item.first = integer_of(&structure.first, b, item.length - job.queries if structure.from_end else 0)
+    item.first = min(max(item.first, -FAR), FAR)
+    return item
+
+
+cdef inline void interval_of(const Job *job, const Item *item, Py_ssize_t b, Py_ssize_t i, Py_ssize_t *lo,
+                             Py_ssize_t *hi) noexcept nogil:
+    """The keys lo <= j < hi that query i of an item may see; 0 <= lo, hi <= keys."""
+    cdef const Structure *structure = &job.structure
+    cdef Py_ssize_t position = item.first + i
+    lo[0] = 0
+    hi[0] = item.length
+    if structure.causal:
+        hi[0] = min(hi[0], max(position + 1, item.prefix))
+    if structure.right < FAR:
+        hi[0] = min(hi[0], position + structure.right + 1)
+    if structure.left < FAR:
+        lo[0] = max(position - structure.left, 0)
+    if structure.lo.data != NULL:
+        lo[0] = max(lo[0], (<const Py_ssize_t *> at(&structure.lo, b, 0, i))[0])
+        hi[0] = min(hi[0], (<const Py_ssize_t *> at(&structure.hi, b, 0, i))[0])
+    lo[0] = min(lo[0], job.keys)
+    hi[0] = min(max(hi[0], 0), job.keys)
+
+
 cdef void find_intervals(const Job *job, Block *block, Py_ssize_t b, Py_ssize_t i) noexcept nogil:
-    """Which keys the rows may see by lo and hi: each, any and all of them. i: query of row 0."""
-    cdef Py_ssize_t r
+    """Which keys the rows may see by their position: each, any and all of them. i: query of row 0."""
+    cdef Py_ssize_t r, kept = job.structure.kept, run_lo = 0, run_hi = job.keys
+    cdef Item item
     cdef bint some_kept = False
-    block.lo, block.hi, block.all_lo, block.all_hi = 0, job.keys, 0, job.keys
-    if job.lo == NULL:
+    block.masked = job.mask.data != NULL
+    if job.structure.mask_in_rows:
+        block.masked = not at_mask_run(block.mask_rows[0], job.mask.column, job.keys, &run_lo, &run_hi)
+    block.lo, block.hi = 0, job.keys
+    block.all_lo, block.all_hi = run_lo, run_hi
+    if not job.structure.some and run_lo == 0 and run_hi == job.keys:
         for r in range(block.n_rows):
-            block.row_lo[r], block.row_hi[r] = 0, job.keys
+            block.row_lo[r] = 0
+            block.row_hi[r] = job.keys
         return
     block.lo, block.hi = job.keys, 0
+    item = item_of(job, b)
     for r in range(block.n_rows):
-        block.row_lo[r] = job.lo[b * job.interval_batch + i]
-        block.row_hi[r] = job.hi[b * job.interval_batch + i]
+        interval_of(job, &item, b, i, &block.row_lo[r], &block.row_hi[r])
+        block.row_lo[r] = max(block.row_lo[r], run_lo)
+        block.row_hi[r] = min(block.row_hi[r], run_hi)
         block.all_lo = max(block.all_lo, block.row_lo[r])
         block.all_hi = min(block.all_hi, block.row_hi[r])
         if block.row_lo[r] < block.row_hi[r]:
             block.lo = min(block.lo, block.row_lo[r])
             block.hi = max(block.hi, block.row_hi[r])
-        if job.kept > 0 and block.row_hi[r] > 0:
-            block.hi = max(block.hi, min(job.kept, block.row_hi[r]))
+        if kept > 0 and block.row_hi[r] > 0:
+            block.hi = max(block.hi, min(kept, block.row_hi[r]))
             some_kept = True
         i = i + 1 if i + 1 < job.queries else 0
     block.gap_end = block.lo
     if some_kept:
         block.lo = 0
+    if job.filling:                             # masked keys take part, with another score
+        block.lo, block.hi = 0, job.keys
 
 
-cdef void find_head_scalars(const Job *job, Block *block, Py_ssize_t b, Py_ssize_t head, Py_ssize_t i) noexcept nogil:
-    """What a row has from its head and position: ALiBi slope, sink. i: query of row 0."""
-    cdef Py_ssize_t r, item = <Py_ssize_t> job.tiles.itemsize
-    if job.slopes == NULL and job.sinks == NULL:
-        return
-    if job.slopes != NULL:
-        fill_reals(block.slope, item, block.pitch, 0)
-    for r in range(block.n_rows):
-        if job.slopes != NULL:
-            block.row_position[r] = job.start[b * job.start_batch] + i
-            set_real(block.slope + r * item, item, job.slopes[head] * LOG2E)
-        if job.sinks != NULL:
-            block.row_sink[r] = job.sinks[head] * LOG2E
-        i += 1
-        if i == job.queries:
-            head, i = head + 1, 0
+cdef void point_partial(const Job *job, PartialRows *rows, const Partial *partial, Py_ssize_t b, Py_ssize_t head,
+                        Py_ssize_t i, Py_ssize_t n) noexcept nogil:
+    point_rows(job, <const char **> rows.m, &partial.m, b, head, i, n)
+    point_rows(job, <const char **> rows.l, &partial.l, b, head, i, n)
+    point_rows(job, <const char **> rows.o, &partial.o, b, head, i, n)
 
 
 cdef void open_block(const Job *job, Block *block, char *free_bytes, Py_ssize_t b, Py_ssize_t kv_head,
@@ -310,17 +390,31 @@ cdef void open_block(const Job *job, Block *block, char *free_bytes, Py_ssize_t 
     point_rows(job, block.bias_rows, &job.bias, b, head, i, block.n_rows)
     point_rows(job, <const char **> block.weight_rows, &job.weights, b, head, i, block.n_rows)
     point_rows(job, <const char **> block.lse_rows, &job.lse, b, head, i, block.n_rows)
-    point_rows(job, <const char **> block.state_rows, &job.state, b, head, i, block.n_rows)
+    point_partial(job, &block.before, &job.before, b, head, i, block.n_rows)
+    point_partial(job, &block.after, &job.after, b, head, i, block.n_rows)
     find_intervals(job, block, b, i)
     find_head_scalars(job, block, b, head, i)
 
 
 cdef void start_rows(const Job *job, Block *block) noexcept nogil:
-    """No key seen yet: m = -inf, l = 0; ot is written by the first chunk."""
+    """No key seen yet: m = -inf, l = 0, and ot is written by the first chunk. Or where other keys have left them."""
+    cdef Py_ssize_t r, item = <Py_ssize_t> job.tiles.itemsize
     block.first = True
     block.excludes = False
-    fill_reals(block.m, job.tiles.itemsize, block.pitch, -INFINITY)
-    fill_reals(block.l, job.tiles.itemsize, block.pitch, 0)
+    fill_reals(block.m, item, block.pitch, -INFINITY)
+    fill_reals(block.l, item, block.pitch, 0)
+    if job.before.m.data == NULL:
+        return
+    block.first = False
+    for r in range(block.n_rows):
+        set_real(block.m + r * item, item, real_at(block.before.m[r], item))
+        set_real(block.l + r * item, item, real_at(block.before.l[r], item))
+    if job.few:
+        memset(block.ot, 0, block.n_rows * job.few_pitch * item)
+        for r in range(block.n_rows):
+            memcpy(block.ot + r * job.few_pitch * item, block.before.o[r], job.value_width * item)
+    else:
+        job.tiles.pack(block.ot, <const char **> block.before.o, block.n_rows, block.vectors, job.value_width, 1)
 
 
 cdef inline uint32_t interval_word(Py_ssize_t lo, Py_ssize_t hi) noexcept nogil:
@@ -338,22 +432,25 @@ cdef inline void move_rows(const char **rows, Py_ssize_t n, Py_ssize_t offset) n
 
 cdef void build_words(const Job *job, Block *block, Shared *shared, Py_ssize_t chunk, Py_ssize_t n) noexcept nogil:
     """Words and their kinds for the keys chunk .. chunk + n. Lanes beyond n_rows get 0 and do not count."""
-    cdef Py_ssize_t w, r, words = (n + AT_WORD - 1) // AT_WORD
+    cdef Py_ssize_t w, r, key, words = (n + AT_WORD - 1) // AT_WORD
     cdef uint32_t some, every, full, word
+    cdef bint within                            # no row's interval ends in this word
     cdef uint32_t *row
-    if job.mask.data != NULL:
+    if block.masked:
         move_rows(block.mask_rows, block.n_rows, chunk * job.mask.column)
         at_mask_words(shared.words, block.mask_rows, job.mask.column, block.n_rows, block.pitch, n)
         move_rows(block.mask_rows, block.n_rows, -chunk * job.mask.column)
     for w in range(words):
         row = shared.words + w * block.pitch
+        key = chunk + w * AT_WORD
+        within = block.all_lo <= key and min(key + AT_WORD, chunk + n) <= block.all_hi
         full = interval_word(0, n - w * AT_WORD)
         some, every = 0, full
         for r in range(block.n_rows):
-            word = full if job.mask.data == NULL else row[r]
-            if job.lo != NULL:
-                word &= (interval_word(block.row_lo[r] - chunk - w * AT_WORD, block.row_hi[r] - chunk - w * AT_WORD)
-                         | interval_word(0, min(job.kept, block.row_hi[r]) - chunk - w * AT_WORD))
+            word = row[r] if block.masked else full
+            if not within:
+                word &= (interval_word(block.row_lo[r] - key, block.row_hi[r] - key)
+                         | interval_word(0, min(job.structure.kept, block.row_hi[r]) - key))
             row[r] = word
             some |= word
             every &= word

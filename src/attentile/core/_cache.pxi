@@ -37,7 +37,9 @@ cdef void store_keys(const at_tiles *tiles, char *page, const char *rows, Py_ssi
         if slot % AT_PANEL == 0 and n >= AT_PANEL:
             whole = n // AT_PANEL * AT_PANEL
             tiles.to_panels(to, rows, stride, width, whole)
-            rows, slot, n = rows + whole * stride, slot + whole, n - whole
+            rows += whole * stride
+            slot += whole
+            n -= whole
             continue
         to += slot % AT_PANEL * item
         if item == 4:
@@ -46,13 +48,14 @@ cdef void store_keys(const at_tiles *tiles, char *page, const char *rows, Py_ssi
         else:
             for d in range(width):
                 (<double *> to)[d * AT_PANEL] = (<const double *> rows)[d]
-        rows, slot, n = rows + stride, slot + 1, n - 1
+        rows += stride
+        slot += 1
+        n -= 1
 
 
 cdef void store_item(const Layout *layout, size_t itemsize, const Py_ssize_t *pages, Py_ssize_t first, Py_ssize_t n,
-                     const char *k, Py_ssize_t k_head, Py_ssize_t k_row, const char *v, Py_ssize_t v_head,
-                     Py_ssize_t v_row) noexcept nogil:
-    """The tokens first ... first + n of one item, page by page and head by head."""
+                     const Strided *k, const Strided *v, Py_ssize_t b) noexcept nogil:
+    """n tokens of item b, which are its tokens first ... on these pages, page by page and head by head."""
     cdef const at_tiles *tiles = active.f32 if itemsize == sizeof(float) else active.f64
     cdef Py_ssize_t item = <Py_ssize_t> itemsize, done = 0, slot, part, h, j
     cdef Py_ssize_t key_head = layout.page_keys * layout.width * item
@@ -64,10 +67,10 @@ cdef void store_item(const Layout *layout, size_t itemsize, const Py_ssize_t *pa
         part = min(n - done, layout.page_keys - slot)
         page = <char *> pages[(first + done) // layout.page_keys]
         for h in range(layout.kv_heads):
-            store_keys(tiles, page + h * key_head, k + h * k_head + done * k_row, k_row, layout.width, slot, part)
+            store_keys(tiles, page + h * key_head, at(k, b, h, done), k.row, layout.width, slot, part)
             to = page + layout.kv_heads * key_head + h * value_head + slot * value_row
             for j in range(part):
-                memcpy(to + j * value_row, v + h * v_head + (done + j) * v_row, value_row)
+                memcpy(to + j * value_row, at(v, b, h, done + j), value_row)
         done += part
 
 
@@ -75,11 +78,13 @@ cdef int store_typed(const real[:, :, :, :] k, const real[:, :, :, :] v, const L
                      const Py_ssize_t[:, ::1] table, const Py_ssize_t[::1] starts,
                      const Py_ssize_t[::1] counts) except -1:
     cdef Py_ssize_t b
+    cdef Strided keys, values
+    bind_four(&keys, &k[0, 0, 0, 0], k.strides)
+    bind_four(&values, &v[0, 0, 0, 0], v.strides)
     with nogil:
         for b in range(k.shape[0]):
             if counts[b] > 0:
-                store_item(layout, sizeof(real), &table[b, 0], starts[b], counts[b], <const char *> &k[b, 0, 0, 0],
-                           k.strides[1], k.strides[2], <const char *> &v[b, 0, 0, 0], v.strides[1], v.strides[2])
+                store_item(layout, sizeof(real), &table[b, 0], starts[b], counts[b], &keys, &values, b)
     return 0
 
 
@@ -96,49 +101,16 @@ def store_tokens(k, v, tuple shape, table, starts, counts):
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Attention over the pages
-# ---------------------------------------------------------------------------------------------------------------
-cdef int attend_pages_typed(const real[:, :, :, :] q, const Layout *layout, const Py_ssize_t[:, ::1] table,
-                            Py_ssize_t keys, Py_ssize_t kept, real[:, :, :, :] out, double scale, int threads,
-                            const unsigned char[:, :, :, :] mask, const real[:, :, :, :] bias,
-                            const Py_ssize_t[:, ::1] lo, const Py_ssize_t[:, ::1] hi, real[:, :, :] lse,
-                            real[:, :, :, :] weights, double softcap, const double[::1] sinks,
-                            const double[::1] slopes, const Py_ssize_t[::1] start) except -1:
-    cdef Job job
-    start_job(&job, sizeof(real), &q[0, 0, 0, 0], q.shape, q.strides, layout.kv_heads, keys)
-    describe_scores[real](&job, mask, bias, lo, hi, softcap, slopes, start)
-    bind_pages(&job, layout, table)
-    job.kept = kept
-    return attend_typed[real](&job, out, scale, threads, lse, weights, None, sinks)
-
-
-def attend_pages(q, tuple shape, table, Py_ssize_t keys, Py_ssize_t kept, out, double scale, int threads, *, mask=None,
-                 bias=None, lo=None, hi=None, lse=None, weights=None, double softcap=0, sinks=None, slopes=None,
-                 start=None):
-    """attend() over the keys and values on pages; shape and table as in store_tokens.
-
-    keys: S, at most page_keys if that is not a chunk. kept: every row sees the first `kept` keys below its hi. Keys
-    that no row sees need no page.
-    """
-    cdef Layout layout = layout_of(shape)
-    if out.itemsize == 4:
-        attend_pages_typed[float](q, &layout, table, keys, kept, out, scale, threads, mask, bias, lo, hi, lse, weights,
-                                  softcap, sinks, slopes, start)
-    else:
-        attend_pages_typed[double](q, &layout, table, keys, kept, out, scale, threads, mask, bias, lo, hi, lse, weights,
-                                   softcap, sinks, slopes, start)
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# The commonest calls
+# A cache as its calls see it
 # ---------------------------------------------------------------------------------------------------------------
 cdef class CacheView:
-    """The arrays of a KVCache, held ready for its commonest calls, which then take a microsecond or two beside their
-    work.
+    """The arrays of a KVCache, held ready for its calls.
 
-    shape and table as in store_tokens; lengths and held_from (B,) are read and, by append, written; writable (B,):
-    tokens up to which an item's pages are there and its own. left, kept, capacity: window, sinks and capacity of the
-    cache, -1 for none. A view is good until the cache replaces one of its arrays.
+    shape and table as in store_tokens; lengths and held_from (B,) are read and, by append and truncate, written;
+    writable (B,): tokens up to which an item's pages are there and its own. left, kept, capacity: window, sinks and
+    capacity of the cache, -1 for none; rotary: queries have positions even if nothing else asks for them. A view is
+    good until the cache replaces one of its arrays. What a method answers with False or None is for Python to convert
+    or explain.
     """
     cdef Layout layout
     cdef const Py_ssize_t[:, ::1] table
@@ -146,16 +118,18 @@ cdef class CacheView:
     cdef Py_ssize_t[::1] held_from
     cdef const Py_ssize_t[::1] writable
     cdef Py_ssize_t left, kept, capacity
+    cdef bint rotary
     cdef object dtype
 
-    def __init__(self, tuple shape, table, lengths, held_from, writable, dtype, Py_ssize_t left, Py_ssize_t kept,
-                 Py_ssize_t capacity):
+    def __init__(self, tuple shape, tuple arrays, dtype, tuple limits, bint rotary):
         self.layout = layout_of(shape)
-        self.table, self.lengths, self.held_from, self.writable = table, lengths, held_from, writable
-        self.dtype, self.left, self.kept, self.capacity = dtype, left, kept, capacity
+        self.table, self.lengths, self.held_from, self.writable = arrays
+        self.left, self.kept, self.capacity = limits
+        self.dtype = dtype
+        self.rotary = rotary
 
     def append(self, k, v):
-        """KVCache.append without options, with its checks: False if the general way must decide."""
+        """Tokens k, v (B, H, n, width) for every item, if they fit into open pages and no page is to be dropped."""
         if type(k) is not ndarray or type(v) is not ndarray or k.dtype is not self.dtype or v.dtype is not self.dtype:
             return False
         if k.ndim != 4 or v.ndim != 4:
@@ -164,18 +138,47 @@ cdef class CacheView:
             return append_typed[float](self, k, v)
         return append_typed[double](self, k, v)
 
-    def attend(self, q, int threads, scale=None, softcap=None):
-        """KVCache.attend of the last tokens, with its checks: None if the general way must decide."""
-        if type(q) is not ndarray or q.dtype is not self.dtype or q.ndim != 4:
-            return None
-        # What is near the ends of the range of float32 is for the general way, which knows the range of each dtype.
-        if scale is not None and (type(scale) is not float or not isfinite(<float> (<double> scale * LOG2E))):
-            return None
-        if softcap is not None and (type(softcap) is not float or not 1e-37 < softcap < 8e37):
-            return None
-        if self.dtype is float32:
-            return attend_last[float](self, q, threads, scale, softcap or 0.0)
-        return attend_last[double](self, q, threads, scale, softcap or 0.0)
+    def truncate(self, length):
+        """Every item back to `length` tokens, if that gives up no page."""
+        cdef Py_ssize_t b, end, size = self.layout.page_keys
+        if type(length) is not int or not 0 < length <= PY_SSIZE_T_MAX:
+            return False
+        end = length
+        for b in range(self.lengths.shape[0]):
+            if end > self.lengths[b] or (end - 1) // size != (self.lengths[b] - 1) // size:
+                return False
+            if self.left >= 0 and (end <= max(self.kept, self.held_from[b]) or end - self.left < self.held_from[b]):
+                return False
+        for b in range(self.lengths.shape[0]):
+            self.lengths[b] = end
+        return True
+
+    def fill(self, q, dict options, intervals, outputs, int threads):
+        """The same with checked values and outputs, as attend() of _door.pxi takes them, of which none is empty."""
+        cdef Call call
+        open_call(&call, 3)
+        try:
+            if intervals is not None:
+                call.given[INTERVALS] = <PyObject *> intervals
+            if not (number_options(&call, options) and take_pages(&call, self, q) and take_options(&call)
+                    and place_in_cache(&call, self)):
+                raise SystemError("attentile: the core does not take what was checked; please report this call")
+            take_outputs(&call, outputs)
+            run_call(&call, run_attention, &call.job, threads)
+        finally:
+            close_batch(&call.batch)
+
+    def attend(self, q, dict options, int threads):
+        """Queries (B, Hq, L, width) over the tokens; options and results as attention() of _door.pxi has them."""
+        cdef Call call
+        open_call(&call, 3)
+        try:
+            if not (number_options(&call, options) and take_pages(&call, self, q) and take_options(&call)
+                    and place_in_cache(&call, self)):
+                return None
+            return call_results(&call, threads)
+        finally:
+            close_batch(&call.batch)
 
 
 cdef bint may_append(CacheView view, Py_ssize_t n):
@@ -194,69 +197,107 @@ cdef bint may_append(CacheView view, Py_ssize_t n):
     return True
 
 
+cdef inline bint is_direct_four(const real[:, :, :, :] a) noexcept nogil:
+    """Whether a non-empty array can be read as it is: last axis contiguous, every row aligned to its elements."""
+    cdef Py_ssize_t item = sizeof(real)
+    if a.strides[3] != item and a.shape[3] > 1:
+        return False
+    return ((<Py_ssize_t> &a[0, 0, 0, 0] | a.strides[0] | a.strides[1] | a.strides[2]) & (item - 1)) == 0
+
+
 cdef bint append_typed(CacheView view, const real[:, :, :, :] k, const real[:, :, :, :] v) except -1:
     cdef Py_ssize_t b, n = k.shape[2], batch = k.shape[0]
     cdef Layout *layout = &view.layout
+    cdef Strided keys, values
     if (batch != view.lengths.shape[0] or v.shape[0] != batch or v.shape[2] != n or n == 0 or batch == 0
             or k.shape[1] != layout.kv_heads or v.shape[1] != layout.kv_heads or k.shape[3] != layout.width
-            or v.shape[3] != layout.value_width or not is_direct(k) or not is_direct(v) or not may_append(view, n)):
+            or v.shape[3] != layout.value_width or not is_direct_four(k) or not is_direct_four(v)
+            or not may_append(view, n)):
         return False
+    bind_four(&keys, &k[0, 0, 0, 0], k.strides)
+    bind_four(&values, &v[0, 0, 0, 0], v.strides)
     with nogil:
         for b in range(batch):
-            store_item(layout, sizeof(real), &view.table[b, 0], view.lengths[b], n, <const char *> &k[b, 0, 0, 0],
-                       k.strides[1], k.strides[2], <const char *> &v[b, 0, 0, 0], v.strides[1], v.strides[2])
+            store_item(layout, sizeof(real), &view.table[b, 0], view.lengths[b], n, &keys, &values, b)
             if view.left >= 0:
                 view.held_from[b] = max(view.held_from[b], view.lengths[b] - view.left)
             view.lengths[b] += n
     return True
 
 
-cdef bint place_last(CacheView view, Py_ssize_t rows, Py_ssize_t *lo, Py_ssize_t *hi):
-    """Intervals [item][row] of the last `rows` tokens; False if a row needs a token that is gone."""
-    cdef Py_ssize_t b, i, position, first
+cdef int take_pages(Call *call, CacheView view, q) except -1:
+    """Queries, and the pages in the place of keys and values."""
+    cdef Job *job = &call.job
+    cdef Py_buffer *queries = &call.batch.views[0]
+    cdef Py_ssize_t b
+    if not take_queries(call, q) or queries.ndim != 4 or <object> call.dtype is not view.dtype:
+        return 0
     for b in range(view.lengths.shape[0]):
-        for i in range(rows):
-            position = view.lengths[b] - rows + i
-            first = max(position - view.left, 0) if view.left >= 0 else 0
-            if view.left >= 0 and max(first, view.kept) < min(position + 1, view.held_from[b]):
-                return False
-            hi[b * rows + i] = max(position + 1, 0)
-            lo[b * rows + i] = min(first, hi[b * rows + i])
-    return True
+        job.keys = max(job.keys, view.lengths[b])
+    if queries.shape[0] != view.lengths.shape[0] or job.width != view.layout.width or job.keys == 0:
+        return 0
+    bind(&call.batch, &job.q, queries, 3)
+    if not settle_job(job, view.layout.kv_heads):
+        return 0
+    bind_pages(job, &view.layout, view.table)
+    return 1
 
 
-cdef object attend_last(CacheView view, const real[:, :, :, :] q, int threads, scale, double softcap):
-    cdef Py_ssize_t b, batch = q.shape[0], rows = q.shape[2], longest = 0
-    cdef Layout *layout = &view.layout
-    cdef bint ragged = False
-    cdef real[:, :, :, :] out
-    cdef Job job
-    cdef Py_ssize_t *intervals = NULL
-    cdef double factor = (1.0 / sqrt(<double> layout.width)) if scale is None else scale
-    if (batch != view.lengths.shape[0] or q.shape[1] == 0 or q.shape[1] % layout.kv_heads != 0 or batch * rows == 0
-            or q.shape[3] != layout.width or not is_direct(q)):
-        return None
-    for b in range(batch):
-        ragged = ragged or view.lengths[b] != view.lengths[0]
-        longest = max(longest, view.lengths[b])
-    if longest == 0:
-        return None
-    result = empty((batch, q.shape[1], rows, layout.value_width), view.dtype)
-    out = result
-    start_job(&job, sizeof(real), &q[0, 0, 0, 0], q.shape, q.strides, layout.kv_heads, longest)
-    bind_pages(&job, layout, view.table)
-    bind(&job.out, &out[0, 0, 0, 0], out.strides)
-    job.softcap = softcap
-    try:
-        if ragged or rows > 1 or view.left >= 0:
-            intervals = <Py_ssize_t *> malloc(2 * batch * rows * sizeof(Py_ssize_t))
-            if intervals == NULL:
-                raise MemoryError("KVCache.attend: no memory for the intervals of the rows")
-            if not place_last(view, rows, intervals, intervals + batch * rows):
-                return None
-            job.lo, job.hi, job.interval_batch, job.kept = intervals, intervals + batch * rows, rows, view.kept
-        with nogil:
-            run_job(&job, factor, threads)
-    finally:
-        free(intervals)
-    return result
+cdef inline bint is_one_or(value, Py_ssize_t items) except -1:
+    """Whether this is one integer for all items, or one for each: none that repeats."""
+    if type(value) is ndarray:
+        return value.ndim == 0 or value.size == items
+    return type(value) not in (list, tuple) or len(value) == items
+
+
+cdef int place_in_cache(Call *call, CacheView view) except -1:
+    """Where the queries stand: the last tokens of each item, unless something else is said (KVCache.attend)."""
+    cdef Job *job = &call.job
+    cdef Structure *structure = &job.structure
+    cdef Py_ssize_t b
+    cdef bint asked
+    if view.left >= 0 and call.windowed:
+        return 0
+    if call.given[KEY_LENGTHS] != NULL and not is_one_or(<object> call.given[KEY_LENGTHS], view.lengths.shape[0]):
+        return 0
+    fold_batch(&call.batch, &job.batch)         # from here on integers can be read item by item
+    for b in range(view.lengths.shape[0]):
+        if integer_of(&structure.lengths, b, 0) > view.lengths[b]:
+            return 0
+    if structure.lengths.data == NULL:
+        structure.lengths.data = <char *> &view.lengths[0]
+        structure.lengths.batch = sizeof(Py_ssize_t)
+    if call.given[CAUSAL] == NULL:
+        call.causal = PLAIN if call.placed else LOWER_RIGHT
+        structure.causal = True
+    if structure.prefixes.data != NULL and not structure.causal:
+        return 0
+    if call.placed:
+        asked = structure.causal or call.limited or view.left >= 0 or job.slopes != NULL or view.rotary
+        if call.causal > PLAIN or not asked:
+            return 0
+    elif call.causal == PLAIN and job.queries != job.keys:
+        return 0
+    structure.from_end = call.causal == NOT_CAUSAL or call.causal == LOWER_RIGHT
+    structure.some = True
+    return take_window_of(job, view)
+
+
+cdef int take_window_of(Job *job, CacheView view) except -1:
+    """The cache's own window and kept first tokens; 0 if a row needs tokens that are gone."""
+    cdef Structure *structure = &job.structure
+    cdef Item item
+    cdef Py_ssize_t b, i, position
+    if view.left < 0:
+        return 1
+    structure.left = view.left
+    structure.right = 0
+    structure.kept = view.kept
+    structure.mask_in_rows = structure.mask_in_rows and view.kept == 0
+    for b in range(view.lengths.shape[0]):
+        item = item_of(job, b)
+        for i in range(job.queries):
+            position = item.first + i
+            if max(position - view.left, view.kept) < min(position + 1, min(item.length, view.held_from[b])):
+                return 0
+    return 1

@@ -20,13 +20,14 @@ cdef struct Part:                               # what one chunk gives
     char *values                                # [row][few_pitch]
 
 
-cdef void score_few(const Job *job, Block *block, Shared *shared, const char *k, const char *v, Py_ssize_t chunk,
-                    Py_ssize_t start, Py_ssize_t stop, int kind) noexcept nogil:
-    """Final scores of the keys chunk + start .. chunk + stop into shared.st[row][AT_CHUNK]."""
+cdef void score_few(const Job *job, Block *block, Shared *shared, const char *k, const char *v,
+                    const Run *run) noexcept nogil:
+    """Final scores of a run of keys into shared.st[row][AT_CHUNK]."""
     cdef const at_tiles *tiles = job.tiles
-    cdef Py_ssize_t item = <Py_ssize_t> tiles.itemsize, n = stop - start, key = chunk + start, r
+    cdef Py_ssize_t item = <Py_ssize_t> tiles.itemsize, r
+    cdef Py_ssize_t start = run.start, n = run.stop - run.start, key = run.chunk + run.start
     cdef char *s = shared.st + start * item
-    if kind == NONE:
+    if run.kind == NONE:
         for r in range(block.n_rows):
             fill_reals(s + r * AT_CHUNK * item, item, n, -INFINITY)
         return
@@ -41,40 +42,45 @@ cdef void score_few(const Job *job, Block *block, Shared *shared, const char *k,
             tiles.few_bias(s, block.bias_rows[r] + key * job.bias.column, job.bias.column, n)
         if job.slopes != NULL:
             tiles.few_alibi(s, real_at(block.slope + r * item, item), <double> (block.row_position[r] - key), n)
-        if kind == MIXED:
+        if run.kind == MIXED:
             tiles.few_exclude(s, shared.words + start // AT_WORD * block.pitch + r, block.pitch, n)
         s += AT_CHUNK * item
 
 
 cdef inline Part own_part(Shared *shared) noexcept nogil:
     cdef Part part
-    part.top, part.sum, part.values = shared.top, shared.sum, shared.values
+    part.top = shared.top
+    part.sum = shared.sum
+    part.values = shared.values
     return part
 
 
-cdef inline Part partial(const Job *job, Py_ssize_t head, Py_ssize_t c, char **visited) noexcept nogil:
+cdef inline Part part_at(const Job *job, Py_ssize_t head, Py_ssize_t c, char **visited) noexcept nogil:
     """The place of chunk c of a head (counted over all items) among the partial results."""
     cdef Part part
     cdef char *p = job.partials + (head * job.partials_per_head + c) * job.partial_bytes
     cdef Py_ssize_t reals = aligned(largest_pitch(job) * <Py_ssize_t> job.tiles.itemsize)
-    visited[0], part.top, part.sum, part.values = p, p + AT_ALIGN, p + AT_ALIGN + reals, p + AT_ALIGN + 2 * reals
+    visited[0] = p
+    part.top = p + AT_ALIGN
+    part.sum = part.top + reals
+    part.values = part.sum + reals
     return part
 
 
-cdef void weigh_few(const Job *job, Block *block, Shared *shared, Part part, const char *v, Py_ssize_t start,
-                    Py_ssize_t stop, const char *ahead, bint careful) noexcept nogil:
-    """Softmax and values of the keys start .. stop of a chunk, whose scores are in shared.st. v: of the chunk."""
+cdef void weigh_few(const Job *job, Block *block, Shared *shared, Part part, const char *v, const Run *run,
+                    const char *ahead, bint careful) noexcept nogil:
+    """Softmax and values of a run of keys, whose scores are in shared.st. v: first value of the chunk."""
     cdef const at_tiles *tiles = job.tiles
-    cdef Py_ssize_t item = <Py_ssize_t> tiles.itemsize, r
-    cdef char *s = shared.st + start * item
+    cdef Py_ssize_t item = <Py_ssize_t> tiles.itemsize, r, n = run.stop - run.start
+    cdef char *s = shared.st + run.start * item
+    v += run.start * job.v.row
     for r in range(block.n_rows):
-        set_real(part.top + r * item, item, tiles.few_softmax(s + r * AT_CHUNK * item, stop - start, careful))
+        set_real(part.top + r * item, item, tiles.few_softmax(s + r * AT_CHUNK * item, n, careful))
     if careful:
-        tiles.few_values_marked(part.values, part.sum, s, block.n_rows, v + start * job.v.row, job.v.row,
-                                job.value_width, stop - start)
+        tiles.few_values_marked(part.values, part.sum, s, block.n_rows, v, job.v.row, job.value_width, n)
     else:
-        tiles.few_values(part.values, part.sum, s, block.n_rows, v + start * job.v.row, job.v.row, job.value_width,
-                         stop - start, ahead, job.k.row)
+        tiles.few_values(part.values, part.sum, s, block.n_rows, v, job.v.row, job.value_width, n, ahead,
+                         job.k.row)
 
 
 cdef void merge_part(const Job *job, Block *block, Shared *shared, Part part) noexcept nogil:
@@ -106,9 +112,10 @@ cdef inline const char *keys_ahead(const Job *job, Py_ssize_t b, Py_ssize_t head
 cdef void visit_few(const Job *job, Block *block, Shared *shared, Py_ssize_t b, Py_ssize_t head, Py_ssize_t part,
                     bint careful) noexcept nogil:
     """The chunks that some row sees, or their part of job.parts; careful: all of them, again."""
-    cdef Py_ssize_t first = block.lo // AT_CHUNK, end = max(chunks_before(block.hi), first), c, start, stop
+    cdef Py_ssize_t first = block.lo // AT_CHUNK, end = max(chunks_before(block.hi), first), c
     cdef Py_ssize_t n = end - first
     cdef bint whole = job.parts == 1 or careful
+    cdef Run run
     cdef char *visited
     cdef const char *v
     cdef Part own = own_part(shared), there
@@ -119,16 +126,16 @@ cdef void visit_few(const Job *job, Block *block, Shared *shared, Py_ssize_t b, 
     for c in range(first, end):
         v = value_chunk(job, b, head, c)
         if whole:
-            if score_chunk(job, block, shared, key_chunk(job, b, head, c), v, c * AT_CHUNK, &start, &stop):
-                weigh_few(job, block, shared, own, v, start, stop, keys_ahead(job, b, head, c, end), careful)
+            if score_chunk(job, block, shared, key_chunk(job, b, head, c), v, c * AT_CHUNK, &run.start, &run.stop):
+                weigh_few(job, block, shared, own, v, &run, keys_ahead(job, b, head, c, end), careful)
                 merge_part(job, block, shared, own)
             continue
-        there = partial(job, b * job.kv_heads + head, c, &visited)
-        visited[0] = score_chunk(job, block, shared, key_chunk(job, b, head, c), v, c * AT_CHUNK, &start, &stop)
+        there = part_at(job, b * job.kv_heads + head, c, &visited)
+        visited[0] = score_chunk(job, block, shared, key_chunk(job, b, head, c), v, c * AT_CHUNK, &run.start, &run.stop)
         if visited[0]:
             memcpy(there.top, shared.top, block.pitch * job.tiles.itemsize)      # lanes that are no rows: -inf and 0
             memcpy(there.sum, shared.sum, block.pitch * job.tiles.itemsize)
-            weigh_few(job, block, shared, there, v, start, stop, keys_ahead(job, b, head, c, end), careful)
+            weigh_few(job, block, shared, there, v, &run, keys_ahead(job, b, head, c, end), careful)
 
 
 cdef void close_few(const Job *job, Block *block, Shared *shared, Py_ssize_t b, Py_ssize_t head) noexcept nogil:
@@ -136,12 +143,15 @@ cdef void close_few(const Job *job, Block *block, Shared *shared, Py_ssize_t b, 
     cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, r, row = job.few_pitch * item
     if block.first:                             # no row sees any key
         memset(block.ot, 0, block.n_rows * row)
-    elif ((job.mask.data != NULL or job.lo != NULL or job.bias.data != NULL)
+    elif ((job.mask.data != NULL or job.structure.some or job.bias.data != NULL)
             and job.tiles.any_nan(block.ot, 1, block.n_rows * job.few_pitch // job.tiles.lanes)):
         # It may be 0 * NaN or 0 * Inf from the value row of an excluded key: redo with those keys left out.
         visit_few(job, block, shared, b, head, 0, True)
+    if job.after.o.data != NULL:
+        for r in range(block.n_rows):
+            job.tiles.few_store(block.after.o[r], block.ot + r * row, job.value_width, 1)
     close_rows(job, block, shared)
-    for r in range(block.n_rows):
+    for r in range(block.n_rows if job.out.data != NULL else 0):
         job.tiles.few_store(block.out_rows[r], block.ot + r * row, job.value_width,
                             real_at(shared.alpha + r * item, item))
 
@@ -173,7 +183,7 @@ cdef void merge_task(void *job_pointer, Py_ssize_t head, int slot) noexcept nogi
     open_block(job, block, free_bytes, b, head % job.kv_heads, 0)
     start_rows(job, block)
     for c in range(block.lo // AT_CHUNK, chunks_before(block.hi)):
-        there = partial(job, head, c, &visited)
+        there = part_at(job, head, c, &visited)
         if visited[0]:
             merge_part(job, block, shared, there)
     close_few(job, block, shared, b, head % job.kv_heads)

@@ -1,5 +1,5 @@
 # The declarations of kernels/kernels.h, line by line. The contract is written there.
-from libc.stdint cimport uint32_t
+from libc.stdint cimport uint16_t, uint32_t
 
 cdef extern from "kernels/kernels.h" nogil:
     enum:
@@ -108,6 +108,7 @@ cdef extern from "kernels/kernels.h" nogil:
     int at_isa_count()
     const at_isa *at_isa_at(int index)
     int at_isa_supported(int index)
+    at_tiles at_idle_like(const at_tiles *tiles)
 
     ctypedef void (*at_task)(void *job, Py_ssize_t index, int slot) noexcept nogil
     void at_pool_run(at_task task, void *job, Py_ssize_t tasks, int threads)
@@ -119,4 +120,8 @@ cdef extern from "kernels/kernels.h" nogil:
 
     void at_mask_words(uint32_t *words, const char **rows, Py_ssize_t key_stride, Py_ssize_t n_rows,
                        Py_ssize_t pitch, Py_ssize_t keys)
+    void at_widen_f16(float *to, const uint16_t *source, Py_ssize_t n)
+    void at_widen_bf16(float *to, const uint16_t *source, Py_ssize_t n)
+    void at_narrow_f16(uint16_t *to, const float *source, Py_ssize_t n)
+    void at_narrow_bf16(uint16_t *to, const float *source, Py_ssize_t n)
     int at_mask_run(const char *row, Py_ssize_t key_stride, Py_ssize_t keys, Py_ssize_t *lo, Py_ssize_t *hi)

@@ -32,7 +32,10 @@ cdef inline void fetch_rows(Shared *shared, const char **rows, Py_ssize_t n_rows
                             Py_ssize_t nbytes) noexcept nogil:
     """The next scores fetch these rows while they compute."""
     cdef at_ahead *ahead = &shared.ahead[shared.n_ahead]
-    ahead.rows, ahead.n_rows, ahead.offset, ahead.bytes = rows, n_rows, offset, nbytes
+    ahead.rows = rows
+    ahead.n_rows = n_rows
+    ahead.offset = offset
+    ahead.bytes = nbytes
     shared.n_ahead += 1
 
 
@@ -40,7 +43,11 @@ cdef inline void fetch_chunk(Shared *shared, const char *rows, Py_ssize_t stride
                              Py_ssize_t nbytes) noexcept nogil:
     """The same for n rows of K or V."""
     cdef at_ahead *ahead = &shared.ahead[shared.n_ahead]
-    ahead.rows, ahead.data, ahead.stride, ahead.n_rows, ahead.bytes = NULL, rows, stride, n, nbytes
+    ahead.rows = NULL
+    ahead.data = rows
+    ahead.stride = stride
+    ahead.n_rows = n
+    ahead.bytes = nbytes
     shared.n_ahead += 1
 
 
@@ -53,44 +60,52 @@ cdef inline Py_ssize_t chunk_keys(const Job *job, Py_ssize_t c) noexcept nogil:
     return min(<Py_ssize_t> AT_CHUNK, job.keys - c * AT_CHUNK)
 
 
+cdef struct Visit:                              # one chunk of keys during a task
+    Py_ssize_t b, head                          # item, key head
+    Py_ssize_t c                                # the chunk, of first .. end
+    Py_ssize_t first, end
+
+cdef struct Run:                                # keys chunk + start .. chunk + stop
+    Py_ssize_t chunk                            # key that the chunk starts with
+    Py_ssize_t start, stop
+    int kind                                    # of their mask words
+
+
 cdef inline void look_ahead(const Job *job, Block **blocks, Py_ssize_t n_blocks, Py_ssize_t x, Shared *shared,
-                            Py_ssize_t b, Py_ssize_t head, Py_ssize_t c, Py_ssize_t first,
-                            Py_ssize_t end) noexcept nogil:
-    """What the scores of block x in chunk c of first .. end fetch.
+                            const Visit *visit) noexcept nogil:
+    """What the scores of block x in the visited chunk fetch.
 
     The first block fetches the chunk's values, the second one the next chunk's keys. Queries and outputs are touched
     once: in the first chunk the queries of the next block, in the last one the block's place in the output.
     """
-    cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize
+    cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, b = visit.b, head = visit.head, c = visit.c
     shared.n_ahead = 0
     if not job.fetch:
         return
     if x == 0 and is_stored(job, b, c):
         fetch_chunk(shared, value_chunk(job, b, head, c), job.v.row, chunk_keys(job, c), job.value_width * item)
-    elif x == 1 and c + 1 < end and is_stored(job, b, c + 1):
+    elif x == 1 and c + 1 < visit.end and is_stored(job, b, c + 1):
         fetch_chunk(shared, key_chunk(job, b, head, c + 1), job.k.row, chunk_keys(job, c + 1), job.width * item)
-    if c == first and x + 1 < n_blocks:
+    if c == visit.first and x + 1 < n_blocks:
         fetch_rows(shared, blocks[x + 1].q_rows, blocks[x + 1].n_rows, 0, job.width * item)
-    elif c == end - 1:
+    elif c == visit.end - 1 and job.out.data != NULL:
         fetch_rows(shared, <const char **> blocks[x].out_rows, blocks[x].n_rows, 0, job.value_width * item)
 
 
-cdef void score_run(const Job *job, Block *block, Shared *shared, const char *k, Py_ssize_t chunk, Py_ssize_t start,
-                    Py_ssize_t stop, int kind) noexcept nogil:
-    """Final scores of the keys chunk + start .. chunk + stop, and their maximum in shared.top. k: first key of the
-    chunk.
+cdef void score_run(const Job *job, Block *block, Shared *shared, const char *k, const Run *run) noexcept nogil:
+    """Final scores of a run of keys, and their maximum in shared.top. k: first key of the chunk.
 
     Every step leaves a maximum; only that of the last one counts, the others go to shared.unused.
     """
     cdef const at_tiles *tiles = job.tiles
-    cdef Py_ssize_t n = stop - start
+    cdef Py_ssize_t start = run.start, n = run.stop - run.start, key = run.chunk + run.start
     cdef char *st = shared.st + start * block.pitch * <Py_ssize_t> tiles.itemsize
-    cdef int steps = (job.softcap != 0) + (job.bias.data != NULL) + (job.slopes != NULL) + (kind == MIXED)
-    if kind == NONE:
+    cdef int steps = (job.softcap != 0) + (job.bias.data != NULL) + (job.slopes != NULL) + (run.kind == MIXED)
+    if run.kind == NONE:
         fill_reals(st, tiles.itemsize, n * block.pitch, -INFINITY)
         return
     if job.bias.column == <Py_ssize_t> tiles.itemsize:
-        fetch_rows(shared, block.bias_rows, block.n_rows, (chunk + start) * job.bias.column, n * job.bias.column)
+        fetch_rows(shared, block.bias_rows, block.n_rows, key * job.bias.column, n * job.bias.column)
     tiles.scores[block.vectors - 1](st, shared.unused if steps else shared.top, block.qt,
                                     k + start * job.k.row, job.k.row, job.key_step, job.width, n,
                                     shared.ahead, shared.n_ahead)
@@ -101,16 +116,36 @@ cdef void score_run(const Job *job, Block *block, Shared *shared, const char *k,
                       job.softcap * LOG2E)
     if job.bias.data != NULL:
         steps -= 1
-        move_rows(block.bias_rows, block.n_rows, (chunk + start) * job.bias.column)
+        move_rows(block.bias_rows, block.n_rows, key * job.bias.column)
         tiles.add_bias(st, shared.unused if steps else shared.top, block.bias_rows, job.bias.column, block.n_rows,
                        block.vectors, n)
-        move_rows(block.bias_rows, block.n_rows, -(chunk + start) * job.bias.column)
+        move_rows(block.bias_rows, block.n_rows, -key * job.bias.column)
     if job.slopes != NULL:
         steps -= 1
-        place_rows(job, block, chunk + start)
+        place_rows(job, block, key)
         tiles.alibi(st, shared.unused if steps else shared.top, block.slope, block.position, block.vectors, n)
-    if kind == MIXED:
+    if run.kind == MIXED:
         tiles.exclude(st, shared.top, shared.words + start // AT_WORD * block.pitch, block.vectors, n, job.fill)
+
+
+cdef void find_head_scalars(const Job *job, Block *block, Py_ssize_t b, Py_ssize_t head, Py_ssize_t i) noexcept nogil:
+    """What a row has from its head and position: ALiBi slope, sink. i: query of row 0."""
+    cdef Py_ssize_t r, item = <Py_ssize_t> job.tiles.itemsize
+    cdef Py_ssize_t first
+    if job.slopes == NULL and job.sinks == NULL:
+        return
+    if job.slopes != NULL:
+        fill_reals(block.slope, item, block.pitch, 0)
+        first = item_of(job, b).first
+    for r in range(block.n_rows):
+        if job.slopes != NULL:
+            block.row_position[r] = first + i
+            set_real(block.slope + r * item, item, job.slopes[head] * LOG2E)
+        if job.sinks != NULL:
+            block.row_sink[r] = job.sinks[head] * LOG2E
+        i += 1
+        if i == job.queries:
+            head, i = head + 1, 0
 
 
 cdef void place_rows(const Job *job, Block *block, Py_ssize_t key) noexcept nogil:
@@ -122,11 +157,11 @@ cdef void place_rows(const Job *job, Block *block, Py_ssize_t key) noexcept nogi
 
 
 cdef inline void score_some(const Job *job, Block *block, Shared *shared, const char *k, const char *v,
-                            Py_ssize_t chunk, Py_ssize_t start, Py_ssize_t stop, int kind) noexcept nogil:
+                            const Run *run) noexcept nogil:
     if job.few:
-        score_few(job, block, shared, k, v, chunk, start, stop, kind)
+        score_few(job, block, shared, k, v, run)
     else:
-        score_run(job, block, shared, k, chunk, start, stop, kind)
+        score_run(job, block, shared, k, run)
 
 
 cdef bint score_chunk(const Job *job, Block *block, Shared *shared, const char *k, const char *v, Py_ssize_t chunk,
@@ -135,17 +170,22 @@ cdef bint score_chunk(const Job *job, Block *block, Shared *shared, const char *
 
     k, v: first key and value of the chunk; v is only fetched ahead.
     """
-    cdef Py_ssize_t start, stop, w, run, item = <Py_ssize_t> job.tiles.itemsize
+    cdef Py_ssize_t start, stop, w, item = <Py_ssize_t> job.tiles.itemsize
     cdef Py_ssize_t n = min(<Py_ssize_t> AT_CHUNK, job.keys - chunk)
-    if job.kept > 0 and chunk >= job.kept and chunk + n <= block.gap_end:
+    cdef Run run
+    if 0 < job.structure.kept <= chunk and chunk + n <= block.gap_end:
         return False
     start = max(block.lo - chunk, 0) // AT_WORD * AT_WORD
     stop = min(block.hi - chunk, n)
     if start >= stop:
         return False
     fill_reals(shared.top, item, block.pitch, -INFINITY)
-    if job.mask.data == NULL and block.all_lo <= chunk + start and chunk + stop <= block.all_hi:
-        score_some(job, block, shared, k, v, chunk, start, stop, ALL)
+    if not block.masked and block.all_lo <= chunk + start and chunk + stop <= block.all_hi:
+        run.chunk = chunk
+        run.start = start
+        run.stop = stop
+        run.kind = ALL
+        score_some(job, block, shared, k, v, &run)
     else:
         build_words(job, block, shared, chunk, stop)
         while start < stop and shared.kinds[start // AT_WORD] == NONE:
@@ -154,15 +194,18 @@ cdef bint score_chunk(const Job *job, Block *block, Shared *shared, const char *
             stop = (stop - 1) // AT_WORD * AT_WORD
         if start >= stop:
             return False
-        run = start
-        while run < stop:
-            w = run // AT_WORD + 1
-            while w * AT_WORD < stop and shared.kinds[w] == shared.kinds[run // AT_WORD]:
+        run.chunk = chunk
+        run.start = start
+        while run.start < stop:                 # words of one kind after the other
+            run.kind = shared.kinds[run.start // AT_WORD]
+            w = run.start // AT_WORD + 1
+            while w * AT_WORD < stop and shared.kinds[w] == run.kind:
                 w += 1
-            if shared.kinds[run // AT_WORD] != ALL:
+            if run.kind != ALL:
                 block.excludes = True
-            score_some(job, block, shared, k, v, chunk, run, min(w * AT_WORD, stop), shared.kinds[run // AT_WORD])
-            run = w * AT_WORD
+            run.stop = min(w * AT_WORD, stop)
+            score_some(job, block, shared, k, v, &run)
+            run.start = w * AT_WORD
     first[0], end[0] = start, stop
     return True
 
@@ -198,16 +241,16 @@ cdef void weigh(const Job *job, Block *block, Shared *shared, const char *v, Py_
 cdef inline bint sees_key(const Job *job, const Block *block, Py_ssize_t r, Py_ssize_t j) noexcept nogil:
     if job.filling:
         return True
-    if j >= block.row_hi[r] or job.kept <= j < block.row_lo[r]:
+    if j >= block.row_hi[r] or job.structure.kept <= j < block.row_lo[r]:
         return False
-    if job.mask.data != NULL and block.mask_rows[r][j * job.mask.column] == 0:
+    if block.masked and block.mask_rows[r][j * job.mask.column] == 0:
         return False
     return job.bias.data == NULL or real_at(block.bias_rows[r] + j * job.bias.column, job.tiles.itemsize) != -INFINITY
 
 
 cdef bint sees_any_key(const Job *job, const Block *block, Py_ssize_t r) noexcept nogil:
     cdef Py_ssize_t j
-    for j in range(min(block.row_lo[r], 0 if job.kept > 0 else job.keys), block.row_hi[r]):
+    for j in range(0 if job.structure.kept > 0 else block.row_lo[r], block.row_hi[r]):
         if sees_key(job, block, r, j):
             return True
     return False
@@ -232,9 +275,12 @@ cdef void finish_weights(const Job *job, Block *block) noexcept nogil:
 
 
 cdef void close_rows(const Job *job, Block *block, Shared *shared) noexcept nogil:
-    """lse if wanted, sinks, m and l if wanted, and shared.alpha = 1 / l."""
+    """m and l if wanted, lse if wanted, sinks, and shared.alpha = 1 / l."""
     cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, r
     for r in range(block.n_rows):
+        if job.after.m.data != NULL:
+            set_real(block.after.m[r], item, real_at(block.m + r * item, item))
+            set_real(block.after.l[r], item, real_at(block.l + r * item, item))
         # l = 0: no key, or allowed ones that all score -inf; the softmax of the latter is NaN, not 0.
         if real_at(block.l + r * item, item) == 0 and sees_any_key(job, block, r):
             set_real(block.l + r * item, item, NAN)
@@ -245,26 +291,28 @@ cdef void close_rows(const Job *job, Block *block, Shared *shared) noexcept nogi
         if job.sinks != NULL and real_at(block.l + r * item, item) != 0:
             set_real(block.l + r * item, item, real_at(block.l + r * item, item)
                      + at_exp2(block.row_sink[r] - real_at(block.m + r * item, item)))
-        if job.state.data != NULL:
-            set_real(block.state_rows[r], item, real_at(block.m + r * item, item))
-            set_real(block.state_rows[r] + item, item, real_at(block.l + r * item, item))
     job.tiles.reciprocal(shared.alpha, block.l, block.vectors)
 
 
 cdef void close_block(const Job *job, Block *block, Shared *shared) noexcept nogil:
-    """O / l to the caller's layout; lse and weights if wanted."""
+    """O / l to the caller's layout; lse, weights and the unfinished rows if wanted."""
     if block.first:                             # no row sees any key
         memset(block.ot, 0, block.pitch * job.value_width * job.tiles.itemsize)
+    if job.after.o.data != NULL:
+        fill_reals(shared.unused, job.tiles.itemsize, block.pitch, 1)
+        job.tiles.unpack(block.after.o, block.ot, shared.unused, block.n_rows, block.vectors, job.value_width)
     close_rows(job, block, shared)
     if job.weights.data != NULL:
         finish_weights(job, block)
-    job.tiles.unpack(block.out_rows, block.ot, shared.alpha, block.n_rows, block.vectors, job.value_width)
+    if job.out.data != NULL:
+        job.tiles.unpack(block.out_rows, block.ot, shared.alpha, block.n_rows, block.vectors, job.value_width)
 
 
 cdef void visit_chunks(const Job *job, Block **blocks, Py_ssize_t n_blocks, Shared *shared, Py_ssize_t b,
                        Py_ssize_t head, bint careful) noexcept nogil:
     """The loop over key chunks, from the first to the last that some row of the blocks sees."""
-    cdef Py_ssize_t lo = job.keys, hi = 0, x, c, start, stop, first
+    cdef Py_ssize_t lo = job.keys, hi = 0, x, c, start, stop
+    cdef Visit visit
     cdef const char *v
     for x in range(n_blocks):
         start_rows(job, blocks[x])
@@ -272,14 +320,18 @@ cdef void visit_chunks(const Job *job, Block **blocks, Py_ssize_t n_blocks, Shar
             fill_reals(blocks[x].tops, job.tiles.itemsize, chunks_before(job.keys) * blocks[x].pitch, -INFINITY)
         lo = min(lo, blocks[x].lo)
         hi = max(hi, blocks[x].hi)
-    first = lo // AT_CHUNK
-    for c in range(first, chunks_before(hi)):
+    visit.b = b
+    visit.head = head
+    visit.first = lo // AT_CHUNK
+    visit.end = chunks_before(hi)
+    for c in range(visit.first, visit.end):
+        visit.c = c
         v = value_chunk(job, b, head, c)
         for x in range(n_blocks):
-            if c == first:
+            if c == visit.first:
                 job.tiles.pack(blocks[x].qt, blocks[x].q_rows, blocks[x].n_rows, blocks[x].vectors, job.width,
                                job.factor)
-            look_ahead(job, blocks, n_blocks, x, shared, b, head, c, first, chunks_before(hi))
+            look_ahead(job, blocks, n_blocks, x, shared, &visit)
             if score_chunk(job, blocks[x], shared, key_chunk(job, b, head, c), v, c * AT_CHUNK, &start, &stop):
                 weigh(job, blocks[x], shared, v, c * AT_CHUNK, start, stop, careful)
 
@@ -291,7 +343,7 @@ cdef void attend_task(void *job_pointer, Py_ssize_t index, int slot) noexcept no
     cdef char *block_bytes
     cdef Shared *shared
     cdef Block *blocks[MAX_BLOCKS]
-    if job.lo == NULL:                          # neighbours in time share a head's keys
+    if not job.structure.some:                  # neighbours in time share a head's keys
         head, part = index // job.tasks_per_head, index % job.tasks_per_head
     else:                                       # rows may differ in work, usually more to the end: heavy ones first
         head, part = index % heads, job.tasks_per_head - 1 - index // heads
@@ -312,3 +364,23 @@ cdef void attend_task(void *job_pointer, Py_ssize_t index, int slot) noexcept no
                 and job.tiles.any_nan(blocks[x].ot, blocks[x].vectors, job.value_width)):
             visit_chunks(job, &blocks[x], 1, shared, b, head, True)
         close_block(job, blocks[x], shared)
+
+
+cdef int run_job(Job *job, int threads) except -1 nogil:
+    """Divides the work, finds scratch for it, runs it."""
+    cdef Py_ssize_t heads = job.batch * job.kv_heads, rows = job.group * job.queries, nbytes
+    threads = divide(job, threads)
+    # In floating point: a view may repeat one key 2^60 times.
+    job.fetch = (<double> (rows + job.keys) * heads * (job.width + job.value_width) * job.tiles.itemsize
+                 > (FEW_FETCH_BYTES if job.few else FETCH_BYTES))
+    size_scratch(job)
+    nbytes = threads * job.scratch_per_slot + heads * job.partials_per_head * job.partial_bytes
+    job.scratch = <char *> scratch_of(nbytes)
+    if not job.few:
+        at_pool_run(attend_task, job, job.tasks, threads)
+        return 0
+    job.partials = job.scratch + threads * job.scratch_per_slot
+    at_pool_run(few_task, job, job.tasks, threads)
+    if job.parts > 1:                           # a few microseconds even for long caches
+        at_pool_run(merge_task, job, heads, 1)
+    return 0

@@ -198,39 +198,37 @@ cdef int rotate_typed(Rotary *job, const real[:, :, :, :] x, real[:, :, :, :] y)
     job.length, job.width = x.shape[2], x.shape[3]
     job.heads_inside = x.shape[1] > 1 and (x.shape[2] == 1 or abs(x.strides[1]) < abs(x.strides[2]))
     job.turn_rows = job.angles.turn_rows[sizeof(real) == 8][job.neighbours]
-    bind(&job.x, &x[0, 0, 0, 0], x.strides)
-    bind(&job.y, &y[0, 0, 0, 0], y.strides)
+    bind_four(&job.x, &x[0, 0, 0, 0], x.strides)
+    bind_four(&job.y, &y[0, 0, 0, 0], y.strides)
     return 0
 
 
-def rotate(x, y, Py_ssize_t pairs, bint neighbours, positions, long long first, high, low, cosines, sines,
-           double cosine_factor, double sine_factor, int threads):
+def rotate(x, y, turn, positions, long long first, int threads):
     """Turns non-empty x (B, H, L, D) into y, both float32 or float64 with the last axis contiguous, aligned, native; y
     may be x. See positions/rotary.py, which checks.
 
-    positions: (1 or B, L) int64, or None for first, first + 1, ... Either high + low, (pairs,) float64, the quarter
-    turns per position, or cosines and sines (n, pairs), float32 or float64, last axis contiguous, for positions from
-    0 to n - 1. All angles are at most 2^50. cosine_factor, sine_factor: of the table; a negative second one turns
-    backwards.
+    turn: of twin_angles.py; high and low (pairs,) float64, or cosines and sines (n, pairs), float32 or float64, last
+    axis contiguous, for positions from 0 to n - 1. positions: (1 or B, L) int64, or None for first, first + 1, ... All
+    angles are at most 2^50.
     """
     cdef Rotary job
     cdef const int64_t[:, ::1] at_positions
     cdef const double[::1] high_view, low_view
     memset(&job, 0, sizeof(Rotary))
     job.angles = active.angles
-    job.pairs, job.neighbours = pairs, neighbours
     job.first = first
-    job.cosine_factor, job.sine_factor = cosine_factor, sine_factor
+    job.pairs, job.neighbours = turn.pairs, turn.neighbours
+    job.cosine_factor, job.sine_factor = turn.cosine_factor, turn.sine_factor
     if positions is not None:
         at_positions = positions
         job.positions, job.items = &at_positions[0, 0], at_positions.shape[0]
-    if high is not None:
-        high_view, low_view = high, low
+    if turn.high is not None:
+        high_view, low_view = turn.high, turn.low
         job.high, job.low = &high_view[0], &low_view[0]
     else:
-        bind_table(&job.cosines, cosines)
-        bind_table(&job.sines, sines)
-        job.table_bytes = cosines.itemsize
+        bind_table(&job.cosines, turn.cosines)
+        bind_table(&job.sines, turn.sines)
+        job.table_bytes = turn.cosines.itemsize
     if y.itemsize == 4:
         rotate_typed[float](&job, x, y)
     else:

@@ -12,7 +12,7 @@
 
 # Where the results go; data is NULL for what was not asked for. [batch][head] and then:
 cdef struct Stats:
-    Strided state                               # [query][2] in: m and l, with the sink
+    Strided m, l                                # [query] in: as the first pass has left them, without the sink
     Strided entropy, largest, received          # [query], [query], [key]
     Strided top_weights                         # [query][k]
     Strided top_keys                            # [query][k], Py_ssize_t
@@ -38,8 +38,13 @@ cdef bint start_stats(const Job *job, const Stats *stats, Block *block, Shared *
     fill_reals(block.l, item, block.pitch, 0)                  # entropy
     fill_reals(shared.alpha, item, block.pitch, 0)             # largest weight
     for r in range(block.n_rows):
-        m = real_at(at(&stats.state, b, head, i + r), item)
-        l = real_at(at(&stats.state, b, head, i + r) + item, item)
+        m = real_at(at(&stats.m, b, head, i + r), item)
+        l = real_at(at(&stats.l, b, head, i + r), item)
+        if l == 0 and sees_any_key(job, block, r):             # allowed keys that all score -inf
+            l = NAN
+        if job.sinks != NULL and l != 0:
+            l += at_exp2(block.row_sink[r] - m)
+            l = real_of(l, item)
         to = r * <Py_ssize_t> item
         if l != l:
             some_nan = True
@@ -66,10 +71,17 @@ cdef void spoil_rows(const Job *job, const Block *block, const Shared *shared, c
                          NAN if sees_key(job, block, r, key + j) else -INFINITY)
 
 
-cdef void keep_rows(const Job *job, const Stats *stats, Block *block, Shared *shared, char *line, Py_ssize_t b,
-                    Py_ssize_t head, Py_ssize_t i, Py_ssize_t key, Py_ssize_t n, char *st) noexcept nogil:
-    """The rows of a chunk of weights, one after the other: strongest keys and chosen rows. line: [rows][AT_CHUNK]."""
+cdef struct Rows:                               # query i and those after it
+    Py_ssize_t b, head, i                       # item, query head
+
+
+cdef void keep_rows(const Job *job, const Stats *stats, Block *block, Shared *shared, char *line, const Rows *rows,
+                    const Run *run) noexcept nogil:
+    """The rows of a run of weights, one after the other: strongest keys and chosen rows. line: [rows][AT_CHUNK]."""
     cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, r, place
+    cdef Py_ssize_t key = run.chunk + run.start, n = run.stop - run.start
+    cdef Py_ssize_t b = rows.b, head = rows.head, i = rows.i
+    cdef char *st = shared.st + run.start * block.pitch * item
     for r in range(block.n_rows):
         block.weight_rows[r] = line + r * AT_CHUNK * item
     fill_reals(shared.unused, item, block.pitch, 1)
@@ -88,7 +100,9 @@ cdef void stats_task(void *stats_pointer, Py_ssize_t index, int slot) noexcept n
     cdef const Stats *stats = <const Stats *> stats_pointer
     cdef const Job *job = stats.job
     cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, heads = job.kv_heads * job.group
-    cdef Py_ssize_t b = index // heads, head = index % heads, i = 0, c, r, start, stop
+    cdef Py_ssize_t b = index // heads, head = index % heads, i = 0, c, r, key, n
+    cdef Rows rows
+    cdef Run run
     cdef char *free_bytes = job.scratch + slot * job.scratch_per_slot
     cdef char *st
     cdef char *received = NULL
@@ -103,21 +117,26 @@ cdef void stats_task(void *stats_pointer, Py_ssize_t index, int slot) noexcept n
         block.n_rows = min(block.n_rows, job.queries - i)      # a block of the pass may run on into the next head
         job.tiles.pack(block.qt, block.q_rows, block.n_rows, block.vectors, job.width, job.factor)
         some_nan = start_stats(job, stats, block, shared, log_l, b, head, i)
+        rows.b = b
+        rows.head = head
+        rows.i = i
         for c in range(block.lo // AT_CHUNK, chunks_before(block.hi)):
-            if not score_chunk(job, block, shared, key_chunk(job, b, head // job.group, c), NULL, c * AT_CHUNK, &start,
-                               &stop):
+            run.chunk = c * AT_CHUNK
+            if not score_chunk(job, block, shared, key_chunk(job, b, head // job.group, c), NULL, run.chunk, &run.start,
+                               &run.stop):
                 continue
-            st = shared.st + start * block.pitch * item
+            key = run.chunk + run.start
+            n = run.stop - run.start
+            st = shared.st + run.start * block.pitch * item
             received = line + block_line_bytes(job)
-            fill_reals(received, item, stop - start, 0)
+            fill_reals(received, item, n, 0)
             if some_nan:
-                spoil_rows(job, block, shared, st, c * AT_CHUNK + start, stop - start)
-            job.tiles.measure(st, stop - start, block.m, log_l, shared.beta, block.l, shared.alpha, received,
-                              block.vectors)
+                spoil_rows(job, block, shared, st, key, n)
+            job.tiles.measure(st, n, block.m, log_l, shared.beta, block.l, shared.alpha, received, block.vectors)
             if stats.received.data != NULL:
-                add_reals(at(&stats.received, b, head, 0) + (c * AT_CHUNK + start) * item, received, item, stop - start)
+                add_reals(at(&stats.received, b, head, 0) + key * item, received, item, n)
             if stats.top_weights.data != NULL or stats.rows.data != NULL:
-                keep_rows(job, stats, block, shared, line, b, head, i, c * AT_CHUNK + start, stop - start, st)
+                keep_rows(job, stats, block, shared, line, &rows, &run)
         for r in range(block.n_rows):
             if stats.entropy.data != NULL:
                 set_real(at(&stats.entropy, b, head, i + r), item, real_at(block.l + r * item, item) * LN2)
@@ -136,9 +155,9 @@ cdef inline void add_reals(char *to, const char *values, size_t itemsize, Py_ssi
         set_real(to + i * item, itemsize, real_at(to + i * item, itemsize) + real_at(values + i * item, itemsize))
 
 
-cdef int run_stats(Stats *stats, double scale, int threads) except -1 nogil:
+cdef int run_statistics(void *stats_pointer, int threads) except -1 nogil:
+    cdef Stats *stats = <Stats *> stats_pointer
     cdef Job *job = stats.job
-    job.factor = scale * LOG2E
     job.tasks = job.batch * job.kv_heads * job.group
     job.blocks_per_task = 1
     job.block_rows = job.tiles.max_vectors * job.tiles.lanes

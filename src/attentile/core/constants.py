@@ -8,4 +8,3 @@ ALIGN = 64  # bytes: pages of a cache start at a multiple
 CHUNK = 256  # keys per chunk of the fused pass, and tokens per page of a cache
 LOG2E = 1.4426950408889634  # the kernels count scores in powers of 2
 PANEL = 16  # keys per panel of a page: one AVX-512 vector of float32
-WORD = 32  # keys per word of a mask

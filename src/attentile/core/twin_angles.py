@@ -1,15 +1,14 @@
 """Positional encoding and rotary embedding in plain NumPy: the fallback without the compiled core, its second opinion.
 
-A float64 product position * frequency is wrong by half a ULP, which at position 10**6 moves the angle by 6e-11. So
-frequencies and angles are unevaluated sums (high, low) of two float64 arrays, about 106 bits, and they count quarter
-turns instead of radians: the whole turns then drop out by an exact subtraction, and only what is left of the angle,
-|d| <= 1/2 quarter turns, becomes radians. Unlike kernels/angles.inc, which rotates one table by another, every sine
-here is computed from its own angle.
+A float64 product position * frequency moves the angle at position 10**6 by 6e-11. So frequencies and angles are
+unevaluated sums (high, low) of two float64 arrays, about 106 bits, and they count quarter turns: whole ones drop out by
+an exact subtraction, and only what is left of the angle, |d| <= 1/2 quarter turns, becomes radians. Unlike
+kernels/angles.inc, which rotates one table by another, every sine here is computed from its own angle.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +19,19 @@ Sum = tuple[Any, Any]  # (high, low): floats or arrays, |low| at most half a uni
 _TWO_OVER_PI: Sum = (float.fromhex("0x1.45f306dc9c883p-1"), float.fromhex("-0x1.6b01ec5417056p-55"))
 _HALF_PI: Sum = (float.fromhex("0x1.921fb54442d18p+0"), float.fromhex("0x1.1a62633145c07p-54"))
 _BLOCK = 1 << 14  # pairs computed together: some 15 arrays of this size, 128 KiB each, stay in the L2 and L3 cache
+
+
+class Turn(NamedTuple):
+    """How the pairs of a row are turned; either high and low, or cosines and sines."""
+
+    pairs: int
+    neighbours: bool  # pairs are elements 2i and 2i + 1, else i and i + pairs
+    high: Array | None  # quarter turns per position: high + low
+    low: Array | None
+    cosines: Array | None  # tables, row = position
+    sines: Array | None
+    cosine_factor: float
+    sine_factor: float  # a negative one turns backwards
 
 
 def _product_error(a: Any, b: Any, product: Any) -> Any:
@@ -42,19 +54,16 @@ def _product(a: Sum, b: Sum) -> Sum:
     return _renormalised(high, _product_error(a[0], b[0], high) + a[0] * b[1] + a[1] * b[0])
 
 
-def _frequencies(pairs: int, ratio: tuple[float, float]) -> tuple[Array, Array]:
+def _frequencies(pairs: int, ratio: Sum) -> Sum:
     """2 / pi * ratio**i for i < pairs: quarter turns per position. Each round doubles how many powers are known."""
-    high, low = np.empty(pairs), np.empty(pairs)
-    high[:1], low[:1] = _TWO_OVER_PI
-    known, power = 1, ratio
-    while known < pairs:
-        n = min(known, pairs - known)
-        high[known : known + n], low[known : known + n] = _product((high[:n], low[:n]), power)
-        known, power = known + n, _product(power, power)
-    return high, low
+    powers = np.array(_TWO_OVER_PI)[:, None]
+    while powers.shape[1] < pairs:
+        powers = np.hstack([powers, _product((powers[0], powers[1]), ratio)])
+        ratio = _product(ratio, ratio)
+    return powers[0, :pairs], powers[1, :pairs]
 
 
-def _sincos(positions: Array, frequencies: tuple[Array, Array]) -> tuple[Array, Array]:
+def _sincos(positions: Array, frequencies: Sum) -> tuple[Array, Array]:
     """Sines and cosines, (rows, pairs), of positions (rows, 1) times frequencies (pairs,) in quarter turns."""
     high, low = frequencies
     turns = positions * high
@@ -70,46 +79,38 @@ def _sincos(positions: Array, frequencies: tuple[Array, Array]) -> tuple[Array, 
     return np.where(quarter >= 2, -sine, sine), np.where((quarter == 1) | (quarter == 2), -cosine, cosine)
 
 
-def positional_encoding(rows: int, d_model: int, first_position: int, ratio: tuple[float, float], dtype: Any) -> Array:
-    """Rows first_position, first_position + 1, ... of the encoding with frequencies (ratio[0] + ratio[1])**i.
-
-    The arguments are those that `positions.positional_encoding` has checked; every value is rounded to dtype once.
-    """
-    out = np.empty((rows, d_model), dtype)
-    pairs = d_model // 2 + d_model % 2
+def encode(out: Array, first_position: float, ratio_high: float, ratio_low: float) -> None:
+    """The core's function of this name: sinusoids of positions first_position, first_position + 1, ... into out."""
+    width = out.shape[1]
+    pairs = (width + 1) // 2
     step = max(1, _BLOCK // pairs)
     with np.errstate(under="ignore"):  # of frequencies next to 0, whatever np.seterr says
-        frequencies = _frequencies(pairs, ratio)
-        for start in range(0, rows, step):
+        frequencies = _frequencies(pairs, (ratio_high, ratio_low))
+        for start in range(0, len(out), step):
             block = out[start : start + step]
-            positions = float(first_position) + np.arange(start, start + len(block), dtype=np.float64)[:, None]
+            positions = first_position + np.arange(start, start + len(block), dtype=np.float64)[:, None]
             sine, cosine = _sincos(positions, frequencies)
             block[:, 0::2] = sine
-            block[:, 1::2] = cosine[:, : d_model // 2]
-    return out
+            block[:, 1::2] = cosine[:, : width // 2]
 
 
-def rotate(
-    x: Array, y: Array, pairs: int, neighbours: bool, positions: Array | None, first: int, high: Array | None,
-    low: Array | None, cosines: Array | None, sines: Array | None, cosine_factor: float, sine_factor: float,
-    threads: int,
-) -> None:  # fmt: skip
+def rotate(x: Array, y: Array, turn: Turn, positions: Array | None, first: int, threads: int) -> None:
     """The core's function of this name (see _rotary.pxi): x (B, H, L, D) turned into y, which may be x."""
-    _, heads, length, width = x.shape
-    n = 2 * pairs
-    one, two = (slice(0, n, 2), slice(1, n, 2)) if neighbours else (slice(0, pairs), slice(pairs, n))
+    items, heads, length, width = x.shape
+    n = 2 * turn.pairs
+    one, two = (slice(0, n, 2), slice(1, n, 2)) if turn.neighbours else (slice(0, n // 2), slice(n // 2, n))
     if positions is None:
         positions = first + np.arange(length)[None]
-    step = max(1, _BLOCK // max(heads * width, pairs))
+    step = max(1, _BLOCK // (heads * width))
     with np.errstate(under="ignore", over="ignore", invalid="ignore"):  # as in the core, which never warns
-        for item, start in np.ndindex(len(x), -(-length // step)):
+        for item, start in np.ndindex(items, -(-length // step)):
             rows = slice(start * step, (start + 1) * step)
             at = positions[item % len(positions), rows]
-            if high is not None and low is not None:
-                sine, cosine = _sincos(at.astype(np.float64)[:, None], (high, low))
-            elif cosines is not None and sines is not None:
-                sine, cosine = sines[at].astype(np.float64), cosines[at].astype(np.float64)
-            sine, cosine = sine * sine_factor, cosine * cosine_factor
+            if turn.high is not None and turn.low is not None:
+                sine, cosine = _sincos(at.astype(np.float64)[:, None], (turn.high, turn.low))
+            elif turn.cosines is not None and turn.sines is not None:
+                sine, cosine = turn.sines[at].astype(np.float64), turn.cosines[at].astype(np.float64)
+            sine, cosine = sine * turn.sine_factor, cosine * turn.cosine_factor
             block, out = x[item, :, rows], y[item, :, rows]
             a, b = block[..., one].astype(np.float64), block[..., two].astype(np.float64)  # copies: y may be x
             out[..., one], out[..., two] = a * cosine - b * sine, b * cosine + a * sine

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..attention import Causal, Segments, Window
-from ..call import named_in_errors
-from ..masks import Structure, positive_index, structure
+from ..arguments import named_in_errors, positive_index
+from ..masks import Structure, structure
+from ..scores import Causal, Segments, Window
 
 Array = NDArray[Any]
 
@@ -19,10 +19,18 @@ _TEXT_CELLS, _PICTURE_CELLS = 64, 1024  # a side, at most
 
 
 def draw_mask(
-    *, queries: int, keys: int, causal: Causal = False, q_start: int | None = None, window: Window = None,
-    key_lengths: int | None = None, prefix_lengths: int | None = None, segments: Segments = None,
-    mask: ArrayLike | None = None, file: str | os.PathLike[str] | None = None,
-) -> str:  # fmt: skip
+    *,
+    queries: int,
+    keys: int,
+    causal: Causal = False,
+    q_start: int | None = None,
+    window: Window = None,
+    key_lengths: int | None = None,
+    prefix_lengths: int | None = None,
+    segments: Segments = None,
+    mask: ArrayLike | None = None,
+    file: str | os.PathLike[str] | None = None,
+) -> str:
     """Draw which keys (columns) each query (row) of one batch item sees: ``#`` may attend, ``.`` may not.
 
     Parameters
@@ -45,10 +53,8 @@ def draw_mask(
 
     Raises
     ------
-    TypeError, ValueError
-        Whatever `attention` refuses, and a file of another kind.
-    ImportError
-        If a file is asked for and matplotlib is not installed.
+    TypeError, ValueError, ImportError
+        Whatever `attention` refuses; a file of another kind, or without matplotlib installed.
 
     Examples
     --------
@@ -59,14 +65,13 @@ def draw_mask(
     1 ####.
     2 #####
     """
-    n_queries, n_keys = (positive_index("draw_mask", name, n) for name, n in (("queries", queries), ("keys", keys)))
+    n_queries, n_keys = positive_index("draw_mask", "queries", queries), positive_index("draw_mask", "keys", keys)
     if file is not None and os.path.splitext(file)[1].lower() not in (".png", ".svg"):
         raise ValueError(f"draw_mask: file is {os.fspath(file)!r}; its name must end with .png or .svg")
+    options = dict(causal=causal, q_start=q_start, window=window, segments=segments)
+    options |= dict(key_lengths=key_lengths, prefix_lengths=prefix_lengths)
     with named_in_errors("draw_mask"):
-        found = structure(
-            (), n_queries, n_keys, causal=causal, q_start=q_start, window=window, key_lengths=key_lengths,
-            prefix_lengths=prefix_lengths, segments=segments,
-        )  # fmt: skip
+        found = structure((), n_queries, n_keys, options)
     seen = None if mask is None else _drawn_mask(mask, (n_queries, n_keys))
     if file is not None:
         _picture(file, *_shares(found, seen, n_queries, n_keys, _PICTURE_CELLS), n_queries, n_keys)
@@ -89,32 +94,29 @@ def _shares(found: Structure, mask: Array | None, queries: int, keys: int, cells
     """(visible share of each cell, queries per cell, keys per cell), at most `cells` a side."""
     down, across = -(-queries // cells), -(-keys // cells)
     columns, j = np.arange(0, keys, across), np.arange(keys)
+    lo, hi = found.intervals(queries, keys) or (np.zeros(queries, np.intp), np.full(queries, keys))
     shares = []
     for first in range(0, queries, down):
         band = slice(first, first + down)
-        seen = np.ones((min(down, queries - first), keys), bool)
-        if found.lo is not None and found.hi is not None:
-            seen &= (j >= found.lo[band, None]) & (j < found.hi[band, None])
-        if found.same_segment is not None:
-            seen &= found.same_segment[0, band]
-        if mask is not None:
-            seen &= mask[band]
+        seen = (j >= lo[band, None]) & (j < hi[band, None])
+        for also in (found.same_segment, mask):
+            if also is not None:
+                seen &= also[band]
         shares.append(np.add.reduceat(seen.mean(axis=0), columns) / np.diff(np.r_[columns, keys]))
     return np.array(shares), down, across
 
 
 def _text(shares: Array, down: int, across: int) -> str:
-    whole = 1 - 1e-9  # shares are sums of fractions
-    cells = np.where(shares >= whole, "#", np.where(shares > 0, "+", "."))
-    labels = [str(row * down) for row in range(len(cells))]
-    margin = " " * (len(labels[-1]) + 1)
-    heads = [margin + "".join(str(x % 10) for x in range(cells.shape[1]))]
-    if cells.shape[1] > 10:
-        heads.insert(0, margin + "".join(str(x // 10) if x % 10 == 0 else " " for x in range(cells.shape[1])).rstrip())
+    cells = np.where(shares >= 1 - 1e-9, "#", np.where(shares > 0, "+", "."))  # shares are sums of fractions
+    columns, width = range(cells.shape[1]), len(str((len(cells) - 1) * down))
+    lines = []
     if down > 1 or across > 1:
-        heads.insert(0, f"one character: {down} queries x {across} keys; + some of them (file= draws finer)")
-    rows = [f"{label:>{len(margin) - 1}} {''.join(line)}" for label, line in zip(labels, cells, strict=True)]
-    return "\n".join(heads + rows)
+        lines.append(f"one character: {down} queries x {across} keys; + some of them (file= draws finer)")
+    if len(columns) > 10:
+        lines.append((" " * (width + 1) + "".join(str(x // 10) if x % 10 == 0 else " " for x in columns)).rstrip())
+    lines.append(" " * (width + 1) + "".join(str(x % 10) for x in columns))
+    lines += [f"{row * down:>{width}} {''.join(cells[row])}" for row in range(len(cells))]
+    return "\n".join(lines)
 
 
 def _picture(file: str | os.PathLike[str], shares: Array, down: int, across: int, queries: int, keys: int) -> None:

@@ -1,21 +1,22 @@
-"""Looking at attention without its matrix: statistics of the weights, what a call will do, and which keys it sees."""
+"""Statistics of the weights of attention, without its matrix."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..call import Call, attend, execute, named_in_errors, prepare
-from ..core import twin
-from ..masks import positive_index
-from ..runtime import config
+from .. import dispatch
+from ..arguments import named_in_errors, positive_index, unknown_option
+from ..outputs import AttentionResult, Outputs
+from ..runtime.threads import threads_for
+from ..scores import SCORE_OPTIONS, ScoreOptions, Scores, checked
 
 Array = NDArray[Any]
 
+_OPTIONS = SCORE_OPTIONS.keys() - {"score_mod", "before"}
 KINDS = ("entropy", "max", "top_k", "received", "rows")
 
 
@@ -24,19 +25,13 @@ class AttentionStats(NamedTuple):
 
     Attributes
     ----------
-    out : ndarray, shape (..., Hq, L, Dv)
-        As `attention` gives it.
-    lse : ndarray, shape (..., Hq, L)
-        As `attention` gives it: without sinks.
-    entropy : ndarray, shape (..., Hq, L), or None
-        Of the weights of each row, in nats.
-    max : ndarray, shape (..., Hq, L), or None
-        The largest weight of each row.
-    top_weights : ndarray, shape (..., Hq, L, top_k), or None
-        The largest weights of each row, descending; 0 where there are fewer.
-    top_keys : ndarray of intp, shape (..., Hq, L, top_k), or None
-        Their keys, of equal weights the lower one first. -1 where the weight is 0: the row sees fewer keys, or the
-        others score so far below its best ones that their weights underflow.
+    out, lse : ndarray, shapes (..., Hq, L, Dv) and (..., Hq, L)
+        As `attention` gives them: lse without sinks.
+    entropy, max : ndarray, shape (..., Hq, L), or None
+        Of the weights of each row: their entropy in nats, and the largest.
+    top_weights, top_keys : ndarray, shape (..., Hq, L, top_k), or None
+        The largest weights of each row, descending, and their keys (intp), of equal weights the lower key first. 0 and
+        -1 where the row sees fewer keys, or the others score so far below its best ones that their weights underflow.
     received : ndarray, shape (..., Hq, S), or None
         The sum over the queries of the weight that each key got (what cache eviction needs).
     rows : ndarray, shape (..., Hq, n, S), or None
@@ -54,39 +49,39 @@ class AttentionStats(NamedTuple):
 
 
 def attention_stats(
-    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, which: str | Sequence[str] = KINDS[:4], top_k: int = 8,
-    rows: ArrayLike | None = None, mask: ArrayLike | None = None, bias: ArrayLike | None = None,
-    scale: float | None = None, softcap: float | None = None, sinks: ArrayLike | None = None,
-    alibi_slopes: ArrayLike | None = None, num_threads: int | None = None, **structural: Any,
-) -> AttentionStats:  # fmt: skip
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    which: str | Sequence[str] = KINDS[:4],
+    top_k: int = 8,
+    rows: ArrayLike | None = None,
+    **options: Unpack[ScoreOptions],
+) -> AttentionStats:
     """Attention and statistics of its weights in O(L + S) memory: the (L, S) weights are never stored.
 
-    A first pass computes the output and, of each row, the largest score and the sum of exp beside it; a second one
-    forms the final weights from these chunk by chunk, reduces them and forgets them.
+    A first pass computes the output and, of each row, the largest score and the sum of exp; a second one forms the
+    final weights from these chunk by chunk, reduces them and forgets them.
 
     Parameters
     ----------
     q, k, v : array_like
         As in `attention`, shapes (..., Hq, L, D), (..., Hkv, S, D), (..., Hkv, S, Dv).
     which : str or sequence of str
-        What to compute, of "entropy", "max", "top_k", "received" (the default is these four) and "rows".
+        Of "entropy", "max", "top_k", "received" (these four by default) and "rows".
     top_k : int
         How many of the strongest keys of each row are kept, with "top_k".
     rows : array_like of int, shape (n,)
-        Queries whose full weights are wanted; goes with "rows" in `which`, and only with it. Negative ones count from
-        the end.
-    mask, bias, scale, softcap, sinks, alibi_slopes, num_threads
-        As in `attention`.
-    **structural
-        causal, q_start, window, key_lengths, prefix_lengths, segments, as in `attention`.
+        Queries whose full weights are wanted, with "rows" in `which` only. Negative ones count from the end.
+    **options
+        Those of `attention` that decide the scores, but score_mod and before; num_threads.
 
     Returns
     -------
     AttentionStats
-        The output, the logsumexp, and what was asked for: of the same weights, but for rounding, that `attention`
-        returns. Rows without keys have 0 everywhere. With sinks the weights are those of the keys, which sum to less
-        than 1. A row with NaN in a score that it uses has NaN for every key that it sees; its strongest keys are then
-        the first ones.
+        The output, the logsumexp, and what was asked for of the weights that `attention` returns, but for rounding.
+        Rows without keys have 0 everywhere. With sinks the weights of the keys sum to less than 1. A row with NaN in a
+        score that it uses has NaN for every key that it sees; its strongest keys are then the first ones.
 
     Raises
     ------
@@ -110,27 +105,20 @@ def attention_stats(
         if name not in KINDS:
             raise ValueError(f"attention_stats: which has {name!r}; the statistics are {', '.join(KINDS)}")
     top_k = positive_index("attention_stats", "top_k", top_k)
-    options = {"causal": False, "q_start": None, "window": None, "key_lengths": None, "prefix_lengths": None}
-    unknown = structural.keys() - options.keys() - {"segments"}
-    if unknown:
-        raise TypeError(f"attention_stats: unexpected keyword argument {min(unknown)!r}")
+    unknown_option("attention_stats", options, _OPTIONS)
     if rows is not None and "rows" not in wanted:
         raise ValueError('attention_stats: rows= chooses the rows of "rows", which is not in `which`; name it there')
     with named_in_errors("attention_stats"):
-        call = prepare(
-            q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes,
-            num_threads=num_threads, **{**options, "segments": None, **structural},
-        )  # fmt: skip
-    chosen = _chosen_rows(rows, call.q.shape[-2]) if "rows" in wanted else None
-    out, lse = np.empty(call.shape, call.compute), np.empty(call.shape[:-1], call.compute)
-    state = np.empty((*call.shape[:-1], 2), call.compute)  # largest score and sum of exp, as the core leaves them
-    backend = config.core() or twin  # whose unit the state has
-    attend(
-        call.q, call.k, call.v, out, call.scale, call.threads, mask=call.mask, lse=lse, backend=backend,
-        named={**call.named(), "state": state}, **call.options,
-    )  # fmt: skip
-    found = _second_pass(call, state, wanted, top_k, chosen, backend)
-    return _results(call, out, lse, found)
+        threads = threads_for(options.get("num_threads"), "attention")
+        scores, values = checked(q, k, v, options)
+    found = _Found(scores, wanted, top_k, rows)
+    outputs = Outputs(scores, values, {"return_lse": True}, partial=True)
+    assert outputs.partial is not None
+    on = dispatch.chosen(scores)  # for both passes, whatever another thread chooses in between
+    dispatch.attend(scores, values, outputs, threads, on)
+    if found.asks:
+        dispatch.stats(scores, values, outputs.partial, found, threads, on)
+    return found.results(outputs)
 
 
 def _chosen_rows(rows: ArrayLike | None, queries: int) -> NDArray[np.intp]:
@@ -144,44 +132,35 @@ def _chosen_rows(rows: ArrayLike | None, queries: int) -> NDArray[np.intp]:
     return array.astype(np.intp) % max(queries, 1)
 
 
-def _second_pass(
-    call: Call, state: Array, wanted: tuple[str, ...], top_k: int, chosen: NDArray[np.intp] | None, backend: ModuleType
-) -> dict[str, Array]:
-    """The arrays of the asked statistics, by the names of the core's arguments."""
-    *per_row, keys = call.scores
-    empty: dict[str, Array] = {}
-    if "entropy" in wanted:
-        empty["entropy"] = np.zeros(per_row, call.compute)
-    if "max" in wanted:
-        empty["largest"] = np.zeros(per_row, call.compute)
-    if "received" in wanted:
-        empty["received"] = np.zeros((*per_row[:-1], keys), call.compute)
-    if "top_k" in wanted:
-        empty["top_weights"] = np.zeros((*per_row, top_k), call.compute)
-        empty["top_keys"] = np.full((*per_row, top_k), -1, np.intp)
-    place = None
-    if chosen is not None:
-        distinct, back = np.unique(chosen, return_inverse=True)
-        place = np.full(per_row[-1], -1, np.intp)
-        place[distinct] = np.arange(distinct.size)
-        empty["rows"] = np.zeros((*per_row[:-1], distinct.size, keys), call.compute)
-    if not empty or 0 in call.scores or 0 in [array.size for array in empty.values()]:
-        return empty
-    options = {name: value for name, value in call.options.items() if name != "sinks"}
-    execute(
-        call.lead, {**call.named(), **empty, "state": state}, "stats", call.scale, call.threads, chosen=place,
-        backend=backend, **options,
-    )  # fmt: skip
-    if chosen is not None:
-        empty["rows"] = empty["rows"][..., back, :]
-    return empty
+class _Found:
+    """The statistics that are wanted, by the names that the core knows, with the caller's axes; None: not wanted."""
 
+    def __init__(self, scores: Scores, wanted: tuple[str, ...], top_k: int, asked: ArrayLike | None) -> None:
+        *heads, queries, keys = scores.shape
+        rows, dtype = (*heads, queries), scores.compute
+        self.entropy = np.zeros(rows, dtype) if "entropy" in wanted else None
+        self.largest = np.zeros(rows, dtype) if "max" in wanted else None
+        self.received = np.zeros((*heads, keys), dtype) if "received" in wanted else None
+        self.top_weights = np.zeros((*rows, top_k), dtype) if "top_k" in wanted else None
+        self.top_keys = np.full((*rows, top_k), -1, np.intp) if "top_k" in wanted else None
+        self.rows: Array | None = None
+        self.chosen = np.full(queries, -1, np.intp)  # index into rows of each query, or -1
+        if "rows" in wanted:  # each row once; _back: from these to those asked for
+            distinct, self._back = np.unique(_chosen_rows(asked, queries), return_inverse=True)
+            self.chosen[distinct] = np.arange(distinct.size)
+            self.rows = np.zeros((*heads, distinct.size, keys), dtype)
 
-def _results(call: Call, out: Array, lse: Array, found: dict[str, Array]) -> AttentionStats:
-    """In the caller's axes and dtype; lse and sums stay in the dtype of the arithmetic."""
-    index = (0,) * call.drop
-    by_name = {name: array[index] for name, array in found.items()}
-    return AttentionStats(
-        out[index].astype(call.dtype, copy=False), lse[index], by_name.get("entropy"), by_name.get("largest"),
-        by_name.get("top_weights"), by_name.get("top_keys"), by_name.get("received"), by_name.get("rows"),
-    )  # fmt: skip
+    @property
+    def asks(self) -> bool:
+        """Whether there is anything to compute."""
+        arrays = (self.entropy, self.largest, self.received, self.top_weights, self.rows)
+        return any(array is not None for array in arrays) and all(array is None or array.size for array in arrays)
+
+    def results(self, outputs: Outputs) -> AttentionStats:
+        """With the output in the caller's dtype; lse and sums stay in the dtype of the arithmetic."""
+        out = outputs.finished()
+        rows = None if self.rows is None else self.rows[..., self._back, :]
+        assert isinstance(out, AttentionResult)
+        assert out.lse is not None
+        strongest = self.top_weights, self.top_keys
+        return AttentionStats(out.out, out.lse, self.entropy, self.largest, *strongest, self.received, rows)

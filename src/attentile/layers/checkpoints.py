@@ -1,7 +1,6 @@
 """The arrays of an attention layer by the names that checkpoints give them.
 
-A convention is a row of `CONVENTIONS`: the names of its arrays, how a weight is used, and what else follows from it. To
-add one, add a row and a case in tests/test_checkpoints.py.
+A convention is a row of `CONVENTIONS`. To add one, add a row and a case in tests/test_checkpoints.py.
 
 An array that the layer does not use may be one that changes its result: a norm, a bias of the scores, a gate, an
 adapter. There are more kinds than a list can name, so inside a module that is the attention and nothing else every
@@ -14,18 +13,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ..arguments import as_floating
 
 Array = NDArray[Any]
 
 _NAME = "MultiHeadAttention.from_arrays"
 _SHOWN = 16  # names listed in an error
 
-# Arrays that change the result in a way that MultiHeadAttention does not compute; to ignore them would be wrong. These
-# are refused wherever they lie below the place of the layer.
+# Arrays that change the result in a way that MultiHeadAttention does not compute: refused anywhere below the layer.
 _REFUSED = (
     r"(^|[._])((q|k|query|key|sub)_?(norm|layernorm|ln)|bias_[kv]|[qkv]_bias|\w*sinks|distance_embedding"
     r"|relative_position_bias_table|rel_pos_\w+|gru_rel_pos\w*|rel_attn_embed|conv_kernel_layer|lora_\w+)(\.|$)"
@@ -56,11 +56,14 @@ def _linear(models: str, *names: str, **rest: Any) -> Convention:
     return Convention(models, tuple(f"{n}.weight" for n in names), tuple(f"{n}.bias" for n in names), **rest)
 
 
+Layer = tuple[Convention, str]  # and the place: the start of the names of its arrays
+
 CONVENTIONS = (
     Convention("nn.MultiheadAttention", ("in_proj_weight", "out_proj.weight"), ("in_proj_bias", "out_proj.bias")),
     Convention(
         "nn.MultiheadAttention with kdim or vdim",
-        ("q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight"), ("in_proj_bias", "out_proj.bias"),
+        ("q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight"),
+        ("in_proj_bias", "out_proj.bias"),
     ),
     _linear("Llama, Mistral, Qwen2", "q_proj", "k_proj", "v_proj", "o_proj"),
     _linear("OPT, CLIP, Whisper", "q_proj", "k_proj", "v_proj", "out_proj", harmless=_MASKS),  # masks: GPT-J
@@ -73,18 +76,11 @@ CONVENTIONS = (
     _linear("ViT of timm", "qkv", "proj"),
     _linear("GGUF", "attn_q", "attn_k", "attn_v", "attn_output", own="attn_", harmless=_GGUF),
     _linear("GGUF, fused", "attn_qkv", "attn_output", own="attn_", harmless=_GGUF),
-)  # fmt: skip
+)
 
 
-class Found(NamedTuple):
-    """What the constructor of MultiHeadAttention takes."""
-
-    weights: tuple[Any, Any, Any, Any]  # w_q, w_k, w_v, w_o; w_k and w_v None if w_q is fused
-    options: dict[str, Any]
-
-
-def find_attention(arrays: Mapping[str, Any], prefix: str) -> Found:
-    """The layer below prefix, by the only convention whose weights are all there."""
+def find_attention(arrays: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Arguments of the constructor for the layer below prefix, by the only convention whose weights are all there."""
     if not isinstance(prefix, str):
         raise TypeError(f"{_NAME}: prefix is {prefix!r}; it must be a string")
     if not callable(getattr(arrays, "keys", None)):
@@ -117,18 +113,17 @@ def find_attention(arrays: Mapping[str, Any], prefix: str) -> Found:
 
 def _is_unknown(name: str, convention: Convention, place: str) -> bool:
     """Whether an array below place belongs to the attention and is neither used nor known to be harmless."""
-    if convention.own is None:
-        inside = not place or re.search(_ATTENTION, place.split(".")[-2]) is not None
-    else:
-        inside = name.startswith(convention.own)
-    if not inside or name in convention.weights or name in convention.biases:
+    if convention.own is not None and not name.startswith(convention.own):
         return False
-    return re.fullmatch(_HARMLESS, name) is None and re.fullmatch(convention.harmless, name) is None
+    if convention.own is None and place and not re.search(_ATTENTION, place.split(".")[-2]):
+        return False
+    used = name in convention.weights or name in convention.biases
+    return not used and not any(re.fullmatch(harmless, name) for harmless in (_HARMLESS, convention.harmless))
 
 
-def _candidates(names: list[str], prefix: str) -> dict[tuple[Convention, str], list[str]]:
+def _candidates(names: list[str], prefix: str) -> dict[Layer, list[str]]:
     """For each convention and place where some of its weights are: their names, without the place."""
-    candidates: dict[tuple[Convention, str], list[str]] = {}
+    candidates: dict[Layer, list[str]] = {}
     for convention in CONVENTIONS:
         for weight in convention.weights:
             for name in names:
@@ -138,21 +133,18 @@ def _candidates(names: list[str], prefix: str) -> dict[tuple[Convention, str], l
     return candidates
 
 
-def _not_one(
-    names: list[str], prefix: str, candidates: dict[tuple[Convention, str], list[str]],
-    complete: list[tuple[Convention, str]],
-) -> str:  # fmt: skip
+def _not_one(names: list[str], prefix: str, candidates: dict[Layer, list[str]], complete: list[Layer]) -> str:
     """The message if no layer is complete, or more than one is."""
     if complete:
         layers = _listed([f"{place}{convention.weights[0]} ({convention.models})" for convention, place in complete])
         return (
             f"{_NAME}: {len(complete)} attention layers lie below prefix {prefix!r}: {layers}; give the prefix of one"
         )
-    begun = []
-    for (convention, place), found in candidates.items():
-        missing = [place + weight for weight in convention.weights if weight not in found]
-        if found != [convention.weights[-1]]:  # other parts of a model have an output of this name too
-            begun.append(f"{convention.models} without {', '.join(missing)}")
+    begun = [
+        f"{row.models} without {', '.join(place + weight for weight in row.weights if weight not in found)}"
+        for (row, place), found in candidates.items()
+        if found != [row.weights[-1]]  # other parts of a model have an output of this name too
+    ]
     known = "; ".join(f"{row.models}: {', '.join(row.weights)}" for row in CONVENTIONS)
     return (
         f"{_NAME}: no known attention layer lies below prefix {prefix!r}; found {_listed(names)}"
@@ -167,35 +159,24 @@ def _listed(items: list[str]) -> str:
     return ", ".join(items[:_SHOWN]) + more
 
 
-def _take(arrays: Mapping[str, Any], names: set[str], convention: Convention, place: str) -> Found:
-    """The arrays of one complete layer, as x @ W + b takes them; no copies."""
-    weights = [_floating(place + name, arrays[place + name]) for name in convention.weights]
-    if convention.transposed:
-        weights = [weight.T for weight in weights]
-    biases = [
-        _floating(place + name, arrays[place + name]) if place + name in names else None for name in convention.biases
-    ]
-    options = dict(convention.options)
-    whole = biases[0]
-    if len(biases) < len(weights) and whole is not None:
+def _take(arrays: Mapping[str, Any], names: set[str], convention: Convention, place: str) -> dict[str, Any]:
+    """One complete layer, its arrays as x @ W + b takes them; no copies."""
+
+    def array(name: str) -> Array:
+        wanted = "it must be floating (dequantise the weights of a quantised file)"
+        return as_floating(_NAME, place + name, arrays[place + name], wanted)
+
+    weights = [array(name).T if convention.transposed else array(name) for name in convention.weights]
+    biases = [array(name) if place + name in names else None for name in convention.biases]
+    options = {**convention.options, "w_k": None, "w_v": None}
+    options |= zip(("w_q", "w_k", "w_v", "w_o") if len(weights) == 4 else ("w_q", "w_o"), weights, strict=True)
+    *parts, options["b_o"] = biases
+    if len(biases) < len(weights) and parts[0] is not None:
         ends = np.cumsum([weight.shape[-1] for weight in weights[:3]])
-        if whole.shape != (ends[2],):
+        if parts[0].shape != (ends[2],):
             raise ValueError(
-                f"{_NAME}: {place}{convention.biases[0]} has shape {whole.shape}; it must be ({ends[2]},), "
+                f"{_NAME}: {place}{convention.biases[0]} has shape {parts[0].shape}; it must be ({ends[2]},), "
                 "as long as q, k and v have rows together"
             )
-        options |= dict(zip(("b_q", "b_k", "b_v"), np.split(whole, ends[:2]), strict=True))
-    elif len(biases) == len(weights):
-        options |= dict(zip(("b_q", "b_k", "b_v"), biases[:-1], strict=False))
-    options["b_o"] = biases[-1]
-    w_q, w_k, w_v = weights[:3] if len(weights) == 4 else (weights[0], None, None)
-    return Found((w_q, w_k, w_v, weights[-1]), options)
-
-
-def _floating(name: str, value: Any) -> Array:
-    array = np.asarray(value)
-    if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
-        raise TypeError(
-            f"{_NAME}: {name} has dtype {array.dtype}; it must be floating (dequantise the weights of a quantised file)"
-        )
-    return array
+        parts = [*np.split(parts[0], ends[:2])]
+    return options | dict(zip(("b_q", "b_k", "b_v"), parts, strict=False))

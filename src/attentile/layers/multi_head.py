@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..attention import OPTIONS, AttentionResult, attention
+from ..arguments import as_array, between, check_out, check_scale, positive_index
+from ..attention import OPTIONS, attention
 from ..cache import KVCache
-from ..cache.attend import row_positions
-from ..cache.checks import between, copied, rotary_options
-from ..cache.undo import attempt
-from ..call import as_array, check_out, check_scale, promoted, rounded
-from ..masks import positive_index
-from ..positions.rotary import rotary_embedding, rotate_items, same_rotation
+from ..outputs import AttentionResult
+from ..positions.items import copied_options, kept_options, rotate_items, row_positions, same_rotation
+from ..positions.rotary import rotary_embedding
+from ..storage import promoted, rounded
 from .projections import NAME, Projections, matrix, times, vector, width_per_head
 
 Array = NDArray[Any]
@@ -28,7 +27,7 @@ class _Plan(NamedTuple):
     """What one call works on, after its checks."""
 
     x: Array  # (..., L, d_in)
-    context: Array | tuple[Array, Array] | None
+    context: tuple[Array, ...]  # none, rows to project, or keys and values
     compute: np.dtype[Any]  # dtype of the arithmetic
     dtype: np.dtype[Any]  # dtype of the result
     lead: tuple[int, ...]  # batch axes of the result
@@ -38,26 +37,24 @@ class _Plan(NamedTuple):
 class MultiHeadAttention:
     """Multi-head attention with given weights: project by x @ W, attend per head, concatenate, times w_o.
 
+    Formula: Vaswani et al., "Attention Is All You Need", 2017, section 3.2.2; grouped queries: Ainslie et al., "GQA",
+    2023.
+
     Parameters
     ----------
     w_q : array_like, shape (d_in, num_heads * head_dim)
-        Applied as x @ w_q; head h uses the columns h * head_dim .. (h + 1) * head_dim - 1. head_dim is free:
-        num_heads * head_dim need not equal d_in. With w_k = w_v = None it is the fused weight (d_in, q + k + v), the
-        columns of the three side by side (or see `per_head`).
-    w_k : array_like, shape (d_context, num_kv_heads * head_dim), or None
-        Keys; None with a fused weight.
-    w_v : array_like, shape (d_context, num_kv_heads * value_dim), or None
-        Values; value_dim is free. If d_context differs from d_in, every call needs ``context``.
+        Head h uses the columns h * head_dim .. (h + 1) * head_dim - 1; num_heads * head_dim need not equal d_in. With
+        w_k = w_v = None it is the fused weight (d_in, q + k + v), columns side by side (or see `per_head`).
+    w_k, w_v : array_like, shapes (d_context, num_kv_heads * head_dim or value_dim), or None
+        Keys and values; value_dim is free. If d_context differs from d_in, every call needs ``context``.
     w_o : array_like, shape (num_heads * value_dim, d_out)
         Applied to the heads' results side by side.
-    num_heads : int
-        Query heads.
-    num_kv_heads : int, optional
-        Grouped-query attention: query head h uses key head h // (num_heads // num_kv_heads). Default num_heads.
+    num_heads, num_kv_heads : int
+        Query heads; key heads, shared as in `attention`, by default num_heads.
     b_q, b_k, b_v, b_o : array_like, optional
         Biases, as long as their weight has columns; with a fused weight b_q is the fused bias.
     scale : float, optional
-        Factor of the scores if the call gives none; default 1 / sqrt(head_dim).
+        As in `attention`, if the call gives none.
     rotary : dict, optional
         Keyword arguments of `rotary_embedding` ({} for its defaults), which then turns queries and keys.
     per_head : bool
@@ -75,8 +72,7 @@ class MultiHeadAttention:
     and bfloat16 weights are converted to float32 in every call; convert them once if the memory allows it. The
     projections are NumPy's matrix products, so their last bits may depend on the number of rows of a call, those of the
     attention between them do not. A layer has the attributes num_heads, num_kv_heads, head_dim, value_dim, d_in,
-    d_context, d_out (int) and rotary (a copy of what was given, or None). Formula: Vaswani et al., "Attention Is All
-    You Need", 2017, section 3.2.2; grouped queries: Ainslie et al., "GQA", 2023.
+    d_context, d_out (int) and rotary (a copy of what was given, or None).
 
     Examples
     --------
@@ -96,15 +92,25 @@ class MultiHeadAttention:
     """
 
     def __init__(
-        self, w_q: ArrayLike, w_k: ArrayLike | None, w_v: ArrayLike | None, w_o: ArrayLike, *, num_heads: int,
-        num_kv_heads: int | None = None, b_q: ArrayLike | None = None, b_k: ArrayLike | None = None,
-        b_v: ArrayLike | None = None, b_o: ArrayLike | None = None, scale: float | None = None,
-        rotary: Mapping[str, Any] | None = None, per_head: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        w_q: ArrayLike,
+        w_k: ArrayLike | None,
+        w_v: ArrayLike | None,
+        w_o: ArrayLike,
+        *,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        b_q: ArrayLike | None = None,
+        b_k: ArrayLike | None = None,
+        b_v: ArrayLike | None = None,
+        b_o: ArrayLike | None = None,
+        scale: float | None = None,
+        rotary: Mapping[str, Any] | None = None,
+        per_head: bool = False,
+    ) -> None:
         self.num_heads = positive_index(NAME, "num_heads", num_heads)
-        self.num_kv_heads = self.num_heads
-        if num_kv_heads is not None:
-            self.num_kv_heads = positive_index(NAME, "num_kv_heads", num_kv_heads)
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.num_kv_heads = positive_index(NAME, "num_kv_heads", kv_heads)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"{NAME}: num_heads is {self.num_heads} and num_kv_heads is {self.num_kv_heads}; "
@@ -117,11 +123,11 @@ class MultiHeadAttention:
         self._project = Projections(
             (w_q, w_k, w_v), (b_q, b_k, b_v), self.num_heads, self.num_kv_heads, self.value_dim, bool(per_head)
         )
-        self.head_dim, self.d_in, self.d_context = (
-            self._project.head_dim, self._project.d_in, self._project.d_context,
-        )  # fmt: skip
+        self.head_dim = self._project.head_dim
+        self.d_in = self._project.d_in
+        self.d_context = self._project.d_context
         self.d_out = self._w_o.shape[1]
-        self._rotary = rotary_options(NAME, rotary, tables=False)  # like the weights, they are not copied
+        self._rotary = kept_options(NAME, rotary, tables=False)  # like the weights, they are not copied
         self._agreed: Any = None  # options of a cache that were found to be the same
         if self._rotary is not None:  # its own checks, with heads of this width
             rotary_embedding(np.empty((0, self.head_dim), np.float32), **self._rotary)
@@ -132,9 +138,14 @@ class MultiHeadAttention:
 
     @classmethod
     def from_arrays(
-        cls, arrays: Mapping[str, ArrayLike], prefix: str = "", *, num_heads: int, num_kv_heads: int | None = None,
+        cls,
+        arrays: Mapping[str, ArrayLike],
+        prefix: str = "",
+        *,
+        num_heads: int,
+        num_kv_heads: int | None = None,
         rotary: Mapping[str, Any] | None = None,
-    ) -> MultiHeadAttention:  # fmt: skip
+    ) -> MultiHeadAttention:
         """The attention layer whose arrays lie below `prefix` in a checkpoint, found by their usual names.
 
         Parameters
@@ -162,25 +173,11 @@ class MultiHeadAttention:
 
         Notes
         -----
-        Known names, and what is done with them besides (``.weight``, ``.bias`` where there is one):
-
-        ======================================  ========================================================
-        in_proj_weight, out_proj                PyTorch nn.MultiheadAttention; used as W.T
-        {q,k,v}_proj_weight, out_proj           the same with kdim or vdim; W.T
-        {q,k,v}_proj, o_proj or out_proj        Llama, Mistral, Qwen2; OPT, CLIP, Whisper; W.T
-        qkv_proj, o_proj                        Phi-3; W.T
-        self.{query,key,value}, output.dense    BERT, RoBERTa; W.T
-        attention.{query,...}, output.dense     ViT in the transformers library; W.T
-        c_attn, c_proj                          GPT-2, whose weights are stored as x @ W already
-        query_key_value, dense                  GPT-NeoX, BLOOM, Falcon: head by head; W.T
-        q, k, v, o                              T5; W.T, scale 1 (give its `t5_bias` to the call)
-        qkv, proj                               ViT in timm; W.T
-        attn_{q,k,v}, attn_output               GGUF; W.T
-        attn_qkv, attn_output                   GGUF; W.T
-        ======================================  ========================================================
-
-        GGUF files of the Llama family hold the rows of q and k in another order than the original checkpoint: their
-        rotary needs ``interleaved=True``. ChatGLM uses the names of GPT-NeoX with another order: not supported.
+        Known are the names of PyTorch's nn.MultiheadAttention, of Llama, Mistral, Qwen2, Phi-3, OPT, CLIP, Whisper,
+        BERT, RoBERTa, ViT, GPT-2, GPT-NeoX, BLOOM, Falcon and T5 (scale 1; give its `t5_bias` to the call) in the
+        transformers library, of ViT in timm, and of GGUF files; the error for unknown names lists them all. GGUF files
+        of the Llama family hold the rows of q and k in another order than the original checkpoint: their rotary needs
+        ``interleaved=True``. ChatGLM uses the names of GPT-NeoX with another order: not supported.
 
         Examples
         --------
@@ -194,34 +191,30 @@ class MultiHeadAttention:
         from .checkpoints import find_attention  # here, because most programs never come by
 
         found = find_attention(arrays, prefix)
-        return cls(*found.weights, num_heads=num_heads, num_kv_heads=num_kv_heads, **found.options, rotary=rotary)
+        return cls(**found, num_heads=num_heads, num_kv_heads=num_kv_heads, rotary=rotary)
 
     @property
     def rotary(self) -> dict[str, Any] | None:
         """The options of the rotation, a copy with read-only tables, or None."""
-        return None if self._rotary is None else copied(self._rotary)
+        return None if self._rotary is None else copied_options(self._rotary)
 
     def __repr__(self) -> str:
-        parts = [f"d_in={self.d_in}"]
-        if self.d_context != self.d_in:
-            parts.append(f"d_context={self.d_context}")
-        parts += [f"d_out={self.d_out}", f"num_heads={self.num_heads}"]
-        if self.num_kv_heads != self.num_heads:
-            parts.append(f"num_kv_heads={self.num_kv_heads}")
-        parts.append(f"head_dim={self.head_dim}")
-        if self.value_dim != self.head_dim:
-            parts.append(f"value_dim={self.value_dim}")
-        if self._rotary is not None:
-            parts.append(f"rotary={self._rotary}")
-        return f"{NAME}({', '.join(parts)})"
-
-    # ---- a call ----
+        same = {"d_context": self.d_in, "num_kv_heads": self.num_heads, "value_dim": self.head_dim, "rotary": None}
+        names = ("d_in", "d_context", "d_out", "num_heads", "num_kv_heads", "head_dim", "value_dim", "rotary")
+        parts = {name: getattr(self, name) for name in names}
+        return f"{NAME}({', '.join(f'{name}={part}' for name, part in parts.items() if same.get(name, '') != part)})"
 
     def __call__(
-        self, x: ArrayLike, context: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None, *,
-        positions: ArrayLike | None = None, cache: KVCache | None = None, lengths: ArrayLike | None = None,
-        out: Array | None = None, **options: Any,
-    ) -> Array | AttentionResult:  # fmt: skip
+        self,
+        x: ArrayLike,
+        context: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
+        *,
+        positions: ArrayLike | None = None,
+        cache: KVCache | None = None,
+        lengths: ArrayLike | None = None,
+        out: Array | None = None,
+        **options: Any,
+    ) -> Array | AttentionResult:
         """The layer's output for x; every other option of `attention` may be given as well.
 
         Parameters
@@ -237,9 +230,8 @@ class MultiHeadAttention:
             of its own largest position.
         cache : KVCache, optional
             The keys and values of x are appended to it, and its default mask holds: a row sees all before it and
-            itself. x is then (batch, L, d_in), or (L, d_in) for a cache of one item. The cache turns queries and keys
-            if it has a `rotary` of its own, which must then be the layer's or the layer's must be None; otherwise the
-            layer does.
+            itself. x is then (batch, L, d_in), or (L, d_in) for a cache of one item. A cache with a `rotary` of its own
+            turns queries and keys itself; the layer's must be the same or None.
         lengths : array_like of int, shape (batch,), optional
             With a cache: the valid rows of x in each item, left-aligned. Output rows behind them mean nothing.
         out : ndarray, shape (..., L, d_out), optional
@@ -261,33 +253,35 @@ class MultiHeadAttention:
         IndexError
             A row at a position for which the tables of `rotary` have no row.
         """
-        _check_options(options)
-        x, context = _rows("x", x, self.d_in), self._source(context)
-        self._check_positions(positions, context)
+        if unknown := sorted(options.keys() - _OPTIONS):
+            raise TypeError(f"{NAME}: unknown option {unknown[0]!r}; known are {', '.join(sorted(_OPTIONS))}")
+        rows, source = _rows("x", x, self.d_in), self._source(context)
+        if self._rotary is not None and source:
+            raise ValueError(f"{NAME}: context and rotary do not go together: the rows of context have no position")
+        if self._rotary is None and positions is not None:
+            raise ValueError(
+                f"{NAME}: positions are for a layer with rotary and this one has none (q_start places the masks)"
+            )
         if cache is not None:
-            self._check_cache(cache, x, context, positions)
+            self._check_cache(cache, rows, source, positions)
         elif lengths is not None:
             raise ValueError(f"{NAME}: lengths go with a cache; without one give key_lengths")
-        plan = self._plan(x, context, cache is not None and x.ndim == 2)
+        plan = self._plan(rows, source, cache is not None and rows.ndim == 2)
         if out is not None:
             check_out(NAME, out, (*plan.lead, *plan.x.shape[-2:-1], self.d_out)[plan.drop :], plan.dtype)
         if self._scale is not None:
             options.setdefault("scale", self._scale)
         q, k, v = self._heads(plan)
         if cache is not None:
-
-            def call() -> Array | AttentionResult:
-                return self._finish(self._attend_cached(q, k, v, cache, positions, lengths, options), plan, out)
-
-            found: Array | AttentionResult = attempt(cache, call)
-            return found
+            return cache.held.attempt(
+                lambda: self._finish(self._attend_cached(q, k, v, cache, positions, lengths, options), plan, out)
+            )
         if self._rotary is not None:
             q, k = self._turn(q, positions), self._turn(k, positions)
         if q.shape[-2] != 1:  # the heads of a row side by side, as w_o takes them; a single row lies so anyway
             beside = np.empty((*plan.lead, q.shape[-2], self.num_heads, self.value_dim), plan.compute)
             options["out"] = beside.swapaxes(-2, -3)
-        result = attention(q, k, v, **options)
-        return self._finish(result, plan, out)
+        return self._finish(attention(q, k, v, **options), plan, out)
 
     def keys_values(self, context: ArrayLike) -> tuple[Array, Array]:
         """Keys and values of a context, for many calls that share it; not turned by `rotary`.
@@ -298,8 +292,7 @@ class MultiHeadAttention:
 
         Returns
         -------
-        k : ndarray, shape (..., num_kv_heads, S, head_dim)
-        v : ndarray, shape (..., num_kv_heads, S, value_dim)
+        k, v : ndarray, shapes (..., num_kv_heads, S, head_dim) and (..., num_kv_heads, S, value_dim)
 
         Examples
         --------
@@ -312,89 +305,73 @@ class MultiHeadAttention:
         """
         given = _rows("context", context, self.d_context)
         compute, dtype = promoted(NAME, given, self._like)
-        k, v = self._project.keys_values(given, compute)
+        k, v = self._project(given, "kv", compute)
         return rounded(k, dtype), rounded(v, dtype)
 
-    def _source(self, context: Any) -> Array | tuple[Array, Array] | None:
-        """The checked context: rows to project, or keys and values that are projected already."""
+    def _source(self, context: Any) -> tuple[Array, ...]:
+        """The checked context: none, rows to project, or keys and values that are projected already."""
         if context is None:
             if self.d_context != self.d_in:
                 raise ValueError(
                     f"{NAME}: context is missing; w_k and w_v project rows of width {self.d_context}, "
                     f"x has width {self.d_in}"
                 )
-            return None
+            return ()
         if not isinstance(context, tuple):
-            return _rows("context", context, self.d_context)
+            return (_rows("context", context, self.d_context),)
         if len(context) != 2:
             raise ValueError(f"{NAME}: context is a tuple of {len(context)}; it must be (k, v) from keys_values")
         k, v = (np.asarray(array) for array in context)
-        heads = self.num_kv_heads
         for name, array, width in (("k", k, self.head_dim), ("v", v, self.value_dim)):
-            if array.ndim < 3 or (array.shape[-3], array.shape[-1]) != (heads, width):
-                raise ValueError(
-                    f"{NAME}: {name} of context has shape {array.shape}; it must be (..., {heads}, S, {width})"
-                )
+            if array.ndim < 3 or (array.shape[-3], array.shape[-1]) != (self.num_kv_heads, width):
+                wanted = f"(..., {self.num_kv_heads}, S, {width})"
+                raise ValueError(f"{NAME}: {name} of context has shape {array.shape}; it must be {wanted}")
         return k, v
 
-    def _check_positions(self, positions: Any, context: Any) -> None:
-        if self._rotary is not None and context is not None:
-            raise ValueError(f"{NAME}: context and rotary do not go together: the rows of context have no position")
-        if self._rotary is None and positions is not None:
-            raise ValueError(
-                f"{NAME}: positions are for a layer with rotary and this one has none (q_start places the masks)"
-            )
-
-    def _check_cache(self, cache: Any, x: Array, context: Any, positions: Any) -> None:
+    def _check_cache(self, cache: Any, x: Array, context: tuple[Array, ...], positions: Any) -> None:
         if not isinstance(cache, KVCache):
             raise TypeError(f"{NAME}: cache is a {type(cache).__name__}; it must be a KVCache")
-        if context is not None:
+        if context:
             raise ValueError(
                 f"{NAME}: cache holds the keys of x; for context call keys_values once and give its result as context="
             )
         if x.ndim > 3:
             raise ValueError(f"{NAME}: x has shape {x.shape}; with a cache it must be (batch, L, {self.d_in})")
-        if cache._rotary is None:
+        if cache.held.rotary is None:
             return
-        if self._rotary is not None and self._agreed is not cache._rotary:  # once for each cache: tables may be large
-            if not same_rotation(self._rotary, cache._rotary, self.head_dim):
+        # Compared once for each cache: tables may be large.
+        if self._rotary is not None and self._agreed is not cache.held.rotary:
+            if not same_rotation(self._rotary, cache.held.rotary, self.head_dim):
                 raise ValueError(
-                    f"{NAME}: the layer has rotary={self._rotary} and the cache rotary={cache._rotary}; "
+                    f"{NAME}: the layer has rotary={self._rotary} and the cache rotary={cache.held.rotary}; "
                     "they must be equal, or one of them None"
                 )
-            self._agreed = cache._rotary
+            self._agreed = cache.held.rotary
         if positions is not None:
             raise ValueError(
                 f"{NAME}: the cache turns keys at its own positions; for other positions make it with rotary=None"
             )
 
-    def _plan(self, x: Array, context: Array | tuple[Array, Array] | None, drop: bool) -> _Plan:
+    def _plan(self, x: Array, context: tuple[Array, ...], drop: bool) -> _Plan:
         """Dtypes and batch axes."""
         x = x[None] if drop else x
-        inputs, leads = [x], [x.shape[:-2]]
-        if isinstance(context, tuple):
-            inputs += context
-            leads += [array.shape[:-3] for array in context]
-        elif context is not None:
-            inputs.append(context)
-            leads.append(context.shape[:-2])
+        own = 3 if len(context) == 2 else 2  # axes that are not batch axes
         try:
-            lead = np.broadcast_shapes(*leads)
+            lead = np.broadcast_shapes(x.shape[:-2], *(array.shape[:-own] for array in context))
         except ValueError:
-            shapes = " and ".join(str(array.shape) for array in inputs)
+            shapes = " and ".join(str(array.shape) for array in (x, *context))
             raise ValueError(f"{NAME}: the batch axes of x and context do not broadcast ({shapes})") from None
-        compute, dtype = promoted(NAME, *inputs, self._like)
+        compute, dtype = promoted(NAME, x, *context, self._like)
         return _Plan(x, context, compute, dtype, lead, int(drop))
 
-    def _heads(self, plan: _Plan) -> tuple[Array, Array, Array]:
+    def _heads(self, plan: _Plan) -> list[Array]:
         """Queries (..., num_heads, L, head_dim), keys and values (..., num_kv_heads, S, width)."""
-        if plan.context is None:
-            return self._project.all(plan.x, plan.compute)
-        q = self._project.queries(plan.x, plan.compute)
-        if not isinstance(plan.context, tuple):
-            return q, *self._project.keys_values(plan.context, plan.compute)
-        k, v = (rounded(array, plan.compute) for array in plan.context)
-        return q, k, v
+        if not plan.context:
+            return self._project(plan.x, "qkv", plan.compute)
+        queries = self._project(plan.x, "q", plan.compute)
+        if len(plan.context) == 1:
+            return queries + self._project(plan.context[0], "kv", plan.compute)
+        return queries + [rounded(array, plan.compute) for array in plan.context]
 
     def _turn(self, x: Array, positions: Any) -> Array:
         """x (..., heads, L, head_dim), which is ours, turned: in place, but for one row a new array is quicker."""
@@ -408,7 +385,7 @@ class MultiHeadAttention:
         counts: Any = rows
         if lengths is not None:
             counts = between(NAME, "lengths", lengths, np.full(before.shape, rows, np.intp), "the rows of x")
-        if self._rotary is not None and cache._rotary is None:
+        if self._rotary is not None and cache.held.rotary is None:
             if positions is not None:
                 positions = positions if lengths is None else _unpadded(positions, counts, rows)
             elif lengths is None and (before.size == 1 or (before == before[:1]).all()):
@@ -420,13 +397,12 @@ class MultiHeadAttention:
             # The cache takes the last L tokens of an item for its queries; rows that are left-aligned start here.
             options["q_start"] = before
             options.setdefault("causal", True)
-        cache._append(k, v, lengths, keep=True)
+        cache.held.append(k, v, lengths, keep=True)
         return cache.attend(q, **options)
 
     def _finish(self, result: Array | AttentionResult, plan: _Plan, out: Array | None) -> Array | AttentionResult:
         """Concatenates the heads, projects by w_o, and gives everything the caller's dtype and axes."""
-        attended = result.out if isinstance(result, AttentionResult) else result
-        beside = attended.swapaxes(-2, -3)
+        beside = (result.out if isinstance(result, AttentionResult) else result).swapaxes(-2, -3)
         beside = beside.reshape(*beside.shape[:-2], self.num_heads * self.value_dim)
         index = (0,) * plan.drop
         projected = rounded(times(beside, self._w_o, self._b_o, plan.compute)[index], plan.dtype)
@@ -436,14 +412,9 @@ class MultiHeadAttention:
             out[...] = projected
         if not isinstance(result, AttentionResult):
             return out
-        lse, weights = result.lse, result.weights
-        return AttentionResult(
-            out, None if lse is None else lse[index],
-            None if weights is None else rounded(weights[index], plan.dtype),
-        )  # fmt: skip
-
-
-# ---- checks ----
+        lse = None if result.lse is None else result.lse[index]
+        weights = None if result.weights is None else rounded(result.weights[index], plan.dtype)
+        return AttentionResult(out, lse, weights)
 
 
 def _rows(name: str, value: Any, width: int) -> Array:
@@ -453,23 +424,14 @@ def _rows(name: str, value: Any, width: int) -> Array:
     return array
 
 
-def _check_options(options: dict[str, Any]) -> None:
-    unknown = sorted(options.keys() - _OPTIONS)
-    if unknown:
-        raise TypeError(f"{NAME}: unknown option {unknown[0]!r}; known are {', '.join(sorted(_OPTIONS))}")
-
-
 def _unpadded(positions: Any, counts: Array, rows: int) -> Any:
     """Given positions with those of padding replaced by the last one before it, or by 0 if there is none."""
     at = np.asarray(positions)
-    if at.dtype.kind not in "iu" or (at.ndim and at.shape[-1] != rows) or at.size == 0:
+    fits = at.shape[-1:] in ((), (rows,)) and at.shape[:-1] in ((), (1,), (len(counts),))
+    if at.dtype.kind not in "iu" or not fits or at.size == 0 or (at.ndim == 0 and abs(int(at)) >= 2**62):
         return positions  # for rotary_embedding to refuse
     if at.ndim == 0:
-        if not -(2**62) < int(at) < 2**62:
-            return positions
         at = int(at) + np.arange(rows)
     row = np.minimum(np.arange(rows), counts[:, None] - 1)
-    if at.ndim > 2 or (at.ndim == 2 and len(at) not in (1, len(counts))):
-        return positions
     found = np.take_along_axis(np.broadcast_to(at, row.shape), np.maximum(row, 0), axis=1)
     return np.where(row < 0, 0, found)

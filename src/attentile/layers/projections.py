@@ -6,21 +6,22 @@ heads, D their width, Dv the width of the values. Columns of a fused weight, and
     side by side   Hq · D | Hkv · D | Hkv · Dv                  three slices
     per head       Hkv times: Hq / Hkv queries | key | value    (..., L, Hkv, Hq / Hkv + 2, D), sliced in its axis -2
 
-Nothing is rearranged in memory: slices of the weights and of the products are views. Only the queries of a weight per
-head with fewer key heads are copied, after the product.
+Slices of the weights and of the products are views; only queries per head with fewer key heads are copied.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..call import rounded
+from ..storage import rounded
 
 Array = NDArray[Any]
+Affine = tuple[Array, Array | None]  # a weight and its bias
 
 NAME = "MultiHeadAttention"  # errors carry the name of the class that people call
 
@@ -66,19 +67,20 @@ def times(x: Array, weight: Array, bias: Array | None, dtype: np.dtype[Any]) -> 
     return product.reshape(*x.shape[:-1], weight.shape[1])
 
 
+@dataclass(eq=False)
 class Projections:
     """The checked weights of q, k and v, and the widths that follow from them."""
 
-    def __init__(
-        self, weights: tuple[Any, Any, Any], biases: tuple[Any, Any, Any], heads: int, kv_heads: int, value_dim: int,
-        per_head: bool,
-    ) -> None:  # fmt: skip
-        self.heads, self.kv_heads, self.value_dim = heads, kv_heads, value_dim
-        self.per_head = per_head
-        self._fused: Array | None = None
-        self._fused_bias: Array | None = None
-        self._weights: tuple[Array, ...] = ()  # of q, k and v; none if they are not slices of the fused weight
-        self._biases: tuple[Array | None, ...] = ()
+    weights: InitVar[tuple[Any, Any, Any]]
+    biases: InitVar[tuple[Any, Any, Any]]
+    heads: int
+    kv_heads: int
+    value_dim: int
+    per_head: bool
+
+    def __post_init__(self, weights: tuple[Any, Any, Any], biases: tuple[Any, Any, Any]) -> None:
+        self._fused: Affine | None = None
+        self._parts: dict[str, Affine] = {}  # of q, k and v; none if they are not slices of the fused weight
         if weights[1] is None and weights[2] is None:
             self._take_fused(weights[0], biases)
         elif weights[1] is None or weights[2] is None:
@@ -104,17 +106,15 @@ class Projections:
         if w_k.shape[0] != w_v.shape[0]:
             raise ValueError(f"{NAME}: w_k and w_v project the same rows and must have as many rows ({shapes})")
         self.d_in, self.d_context = w_q.shape[0], w_k.shape[0]
-        self._weights = (w_q, w_k, w_v)
-        self._biases = tuple(
-            vector(f"b_{p}", bias, weight.shape[1])
-            for p, bias, weight in zip("qkv", biases, self._weights, strict=True)
-        )
+        for p, weight, bias in zip("qkv", (w_q, w_k, w_v), biases, strict=True):
+            self._parts[p] = weight, vector(f"b_{p}", bias, weight.shape[1])
 
     def _take_fused(self, weight: Any, biases: tuple[Any, Any, Any]) -> None:
         if biases[1] is not None or biases[2] is not None:
             raise ValueError(f"{NAME}: with a fused weight b_q is the bias of all three; leave b_k and b_v out")
         fused = matrix("w_q", weight)
-        columns, both, values = fused.shape[1], self.heads + self.kv_heads, self.kv_heads * self.value_dim
+        columns, both = fused.shape[1], self.heads + self.kv_heads
+        values = self.kv_heads * self.value_dim
         width = (columns - values) // both
         if width < 1 or width * both + values != columns:
             raise ValueError(
@@ -127,12 +127,13 @@ class Projections:
                 f"{NAME}: per_head=True needs values as wide as keys; the values (rows of w_o / num_heads) have width "
                 f"{self.value_dim}, which leaves {width} for the keys"
             )
-        self.head_dim, self.d_in, self.d_context = width, fused.shape[0], fused.shape[0]
-        self._fused, self._fused_bias = fused, vector("b_q", biases[0], columns)
+        self.head_dim = width
+        self.d_in = self.d_context = fused.shape[0]
+        bias = vector("b_q", biases[0], columns)
+        self._fused = fused, bias
         if not self.per_head:
-            self._weights = tuple(np.split(fused, self._ends, axis=1))
-            bias = self._fused_bias
-            self._biases = (None, None, None) if bias is None else tuple(np.split(bias, self._ends))
+            cut = [None] * 3 if bias is None else np.split(bias, self._ends)
+            self._parts = dict(zip("qkv", zip(np.split(fused, self._ends, axis=1), cut, strict=True), strict=True))
 
     @property
     def _ends(self) -> tuple[int, int]:
@@ -141,36 +142,18 @@ class Projections:
     @property
     def arrays(self) -> list[Array]:
         """Every array that is used, a fused one and its slices too."""
-        arrays = (*self._weights, *self._biases, self._fused, self._fused_bias)
-        return [array for array in arrays if array is not None]
+        return [array for part in (*self._parts.values(), self._fused or ()) for array in part if array is not None]
 
-    def queries(self, x: Array, dtype: np.dtype[Any]) -> Array:
-        """(..., Hq, L, D), a fresh array."""
-        if self.per_head:
-            return self.all(x, dtype)[0]
-        return self._heads(times(x, self._weights[0], self._biases[0], dtype), self.heads)
-
-    def keys_values(self, context: Array, dtype: np.dtype[Any]) -> tuple[Array, Array]:
-        """(..., Hkv, S, D) and (..., Hkv, S, Dv), fresh arrays."""
-        if self.per_head:
-            return self.all(context, dtype)[1:]
-        k, v = (times(context, self._weights[i], self._biases[i], dtype) for i in (1, 2))
-        return self._heads(k, self.kv_heads), self._heads(v, self.kv_heads)
-
-    def all(self, x: Array, dtype: np.dtype[Any]) -> tuple[Array, Array, Array]:
-        """Queries, keys and values of the same rows, by one product if the weight is fused."""
-        if self._fused is None:
-            return self.queries(x, dtype), *self.keys_values(x, dtype)
-        product = times(x, self._fused, self._fused_bias, dtype)
-        if not self.per_head:
-            q, k, v = np.split(product, self._ends, axis=-1)
-            return self._heads(q, self.heads), self._heads(k, self.kv_heads), self._heads(v, self.kv_heads)
-        groups = product.reshape(*x.shape[:-1], self.kv_heads, self.heads // self.kv_heads + 2, self.head_dim)
-        q = groups[..., :-2, :].reshape(*x.shape[:-1], self.heads, self.head_dim)
-        return q.swapaxes(-2, -3), groups[..., -2, :].swapaxes(-2, -3), groups[..., -1, :].swapaxes(-2, -3)
-
-    @staticmethod
-    def _heads(product: Array, heads: int) -> Array:
-        """(..., rows, heads * width) as (..., heads, rows, width), a view."""
-        width = product.shape[-1] // heads
-        return product.reshape(*product.shape[:-1], heads, width).swapaxes(-2, -3)
+    def __call__(self, x: Array, names: str, dtype: np.dtype[Any]) -> list[Array]:
+        """Those of "qkv" in `names`, (..., heads, rows, width) each: fresh, of one product where a weight is fused."""
+        if self._fused is None or (names != "qkv" and not self.per_head):
+            found = {name: times(x, *self._parts[name], dtype) for name in names}
+        elif self.per_head:
+            in_group = self.heads // self.kv_heads + 2
+            groups = times(x, *self._fused, dtype).reshape(*x.shape[:-1], self.kv_heads, in_group, self.head_dim)
+            found = {"q": groups[..., :-2, :], "k": groups[..., -2, :], "v": groups[..., -1, :]}
+        else:
+            found = dict(zip("qkv", np.split(times(x, *self._fused, dtype), self._ends, axis=-1), strict=True))
+        query, key = (self.heads, self.head_dim), (self.kv_heads, self.head_dim)
+        shapes = {"q": query, "k": key, "v": (self.kv_heads, self.value_dim)}
+        return [found[name].reshape(*x.shape[:-1], *shapes[name]).swapaxes(-2, -3) for name in names]

@@ -1,51 +1,51 @@
-"""The ONNX operator Attention (opsets 23, 24, 25) with its own semantics, by the fused pass, and those around it::
+"""The ONNX operator Attention (opsets 23, 24, 25) with its own semantics, by the fused pass, and those around it.
 
-    attention(Q, K, V, ...)       the operator as a function; needs NumPy only
-    rotary_embedding(X, ...)      RotaryEmbedding (opset 23), likewise
-    tensor_scatter(cache, ...)    TensorScatter (opset 24), likewise
-    Attention, RotaryEmbedding, TensorScatter, operators()
-                                  the operators as classes for the package onnx,
-                                  for its onnx.reference.ReferenceEvaluator
+attention(), rotary_embedding() and tensor_scatter() need NumPy only. operators() gives them as classes for the package
+onnx and its onnx.reference.ReferenceEvaluator: Attention, RotaryEmbedding (opset 23), TensorScatter (opset 24).
 
 What Attention leaves to a runtime, or where its description and its reference implementation differ:
 
-* A row without any allowed key gives 0 in Y and in mode 3 of qk_matmul_output (description, errata of opset 23); that
-  is also attentile's rule, so nothing is done about it here. In mode 2 such a row is -inf.
+* A row without any allowed key gives 0 in Y and in mode 3 of qk_matmul_output (description, errata of opset 23), -inf
+  in mode 2.
 * Causal order and windows count from the first query's position: the past length, or nonpad_kv_seqlen - L per batch
-  item, or 0. This is none of attentile's two alignments when L != S, so q_start is always given.
+  item, or 0. This is none of attentile's two alignments when L != S.
 * A mask whose last axis is shorter than S excludes the keys after it, also if that axis is 1: it is padded, not
   broadcast, in the reference implementation and in the function body of opset 25.
 * qk_matmul_output_mode 0 is before softcap and mode 1 after it, as described and in the function body. The reference
   implementation of onnx 1.23 gives the capped scores in mode 0 too.
-* q_num_heads and kv_num_heads of 4-D inputs are accepted if they agree with the shapes; opset 25 wants them left out.
 * An excluded key is not used, even if it or its value is NaN, where adding -inf to its score would give NaN.
 * float16 and bfloat16 are computed in float32 and rounded once, where the function body rounds after every step.
-* softmax_precision is a lower bound: FLOAT, FLOAT16 and BFLOAT16 are met by the arithmetic as it is, DOUBLE makes the
-  whole computation float64. A precision below that of the inputs is not imitated.
+* A softmax_precision below that of the inputs is not imitated.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..arguments import real
-from ..attention import AttentionResult, Window
+from ..arguments import as_floating, as_real
 from ..attention import attention as _fused
 from ..masks import structure
-from .operators import rotary_embedding, tensor_scatter
+from ..outputs import AttentionResult
+from ..scores import Window
+from ..storage import rounded
+from .operators import choice, integers, rotary_embedding, split_heads, tensor_scatter
 
 __all__ = ["AttentionOutputs", "attention", "operators", "rotary_embedding", "tensor_scatter"]
 
 Array = NDArray[Any]
 
-_DOUBLE = 11
-_PRECISIONS = {1: "FLOAT", 10: "FLOAT16", _DOUBLE: "DOUBLE", 16: "BFLOAT16"}  # numbers of TensorProto.DataType
-_RAW, _BIASED, _WEIGHTS = 0, 2, 3  # qk_matmul_output_mode; 1 is after softcap
+_NAME = "onnx.attention"  # in errors
+_DOUBLE = 11  # of TensorProto.DataType
+# qk_matmul_output_mode; 1 is after softcap
+_RAW = 0
+_BIASED = 2
+_WEIGHTS = 3
 
 
 class AttentionOutputs(NamedTuple):
@@ -55,10 +55,8 @@ class AttentionOutputs(NamedTuple):
     ----------
     Y : ndarray, shape (B, Hq, L, Dv) or (B, L, Hq * Dv)
         The output, with as many axes as Q.
-    present_key : ndarray, shape (B, Hkv, S, D)
-        Keys with the past before them.
-    present_value : ndarray, shape (B, Hkv, S, Dv)
-        Values, likewise.
+    present_key, present_value : ndarray, shapes (B, Hkv, S, D) and (B, Hkv, S, Dv)
+        Keys and values with the past before them; views of K and V if there is none.
     qk_matmul_output : ndarray, shape (B, Hq, L, S), or None
         Scores or weights, whichever the mode says; None if not asked for.
     """
@@ -69,100 +67,60 @@ class AttentionOutputs(NamedTuple):
     qk_matmul_output: Array | None
 
 
-# ---- attributes ----
-
-
 def _window(left: int, right: int) -> Window:
     for name, side in (("left_window_size", left), ("right_window_size", right)):
         if side < -1:
-            raise ValueError(f"onnx.attention: {name} is {side}; it must be -1 (unlimited) or at least 0")
+            raise ValueError(f"{_NAME}: {name} is {side}; it must be -1 (unlimited) or at least 0")
     if left == right == -1:
         return None
     return None if left == -1 else left, None if right == -1 else right
 
 
 def _check_attributes(is_causal: int, mode: int, precision: int | None, softcap: float, scale: float | None) -> None:
-    if is_causal not in (0, 1):
-        raise ValueError(f"onnx.attention: is_causal is {is_causal!r}; it must be 0 or 1")
-    if mode not in (0, 1, 2, 3):
-        raise ValueError(f"onnx.attention: qk_matmul_output_mode is {mode!r}; it must be 0, 1, 2 or 3")
-    if precision is not None and precision not in _PRECISIONS:
-        known = ", ".join(f"{number} ({name})" for number, name in _PRECISIONS.items())
-        raise ValueError(f"onnx.attention: softmax_precision is {precision!r}; it must be one of {known}")
-    for name, value in (("scale", 1.0 if scale is None else scale), ("softcap", softcap)):
-        try:
-            real(value)
-        except (TypeError, ValueError):
-            raise TypeError(f"onnx.attention: {name} is {value!r}; it must be a number") from None
-    if not (math.isfinite(softcap) and softcap >= 0):
-        raise ValueError(f"onnx.attention: softcap is {softcap}; it must be positive, or 0 for no cap")
-    if scale is not None and not (math.isfinite(scale) and scale >= 0):
+    choice(_NAME, "is_causal", is_causal, (0, 1), "0 or 1")
+    choice(_NAME, "qk_matmul_output_mode", mode, (0, 1, 2, 3), "0, 1, 2 or 3")
+    known = "one of 1 (FLOAT), 10 (FLOAT16), 11 (DOUBLE), 16 (BFLOAT16)"
+    choice(_NAME, "softmax_precision", precision, (None, 1, 10, _DOUBLE, 16), known)
+    if not 0 <= as_real(_NAME, "softcap", softcap) < math.inf:
+        raise ValueError(f"{_NAME}: softcap is {softcap}; it must be positive, or 0 for no cap")
+    if scale is not None and not 0 <= as_real(_NAME, "scale", scale) < math.inf:
         raise ValueError(
-            f"onnx.attention: scale is {scale}; it must be finite and not negative, for the operator multiplies "
+            f"{_NAME}: scale is {scale}; it must be finite and not negative, for the operator multiplies "
             "Q and K by its square root"
         )
 
 
-# ---- inputs ----
-
-
-def _split(name: str, array: Array, count: str, heads: int | None) -> Array:
-    """A 3-D input (batch, length, heads * width) as a view (batch, heads, length, width); a 4-D input as it is."""
-    if array.ndim == 4:
-        if heads is not None and heads != array.shape[1]:
-            raise ValueError(
-                f"onnx.attention: {count} is {heads} and {name} has shape {array.shape}, {array.shape[1]} heads"
-            )
-        return array
-    if heads is None or heads < 1:
-        raise ValueError(f"onnx.attention: {count} is {heads}; with 3-D inputs it must be a positive integer")
-    if array.shape[2] % heads:
-        raise ValueError(
-            f"onnx.attention: {name} has shape {array.shape}; its last axis must be a multiple of {count}, {heads}"
-        )
-    return array.reshape(*array.shape[:2], heads, array.shape[2] // heads).swapaxes(1, 2)
-
-
-def _inputs(Q: Array, K: Array, V: Array, q_heads: int | None, kv_heads: int | None) -> tuple[Array, Array, Array]:
+def _inputs(Q: Any, K: Any, V: Any, q_heads: int | None, kv_heads: int | None) -> tuple[Array, Array, Array]:
     """Q, K, V as (batch, heads, length, width)."""
+    wanted = "the operator takes float64, float32, float16 and bfloat16"
+    Q, K, V = (as_floating(_NAME, name, x, wanted) for name, x in (("Q", Q), ("K", K), ("V", V)))
     shapes = f"Q has shape {Q.shape}, K {K.shape}, V {V.shape}"
-    for name, array in (("Q", Q), ("K", K), ("V", V)):
-        if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
-            raise TypeError(
-                f"onnx.attention: {name} has dtype {array.dtype}; the operator takes float64, float32, float16 and "
-                "bfloat16"
-            )
     if Q.ndim not in (3, 4) or not Q.ndim == K.ndim == V.ndim:
-        raise ValueError(f"onnx.attention: Q, K and V must all have three axes or all four ({shapes})")
+        raise ValueError(f"{_NAME}: Q, K and V must all have three axes or all four ({shapes})")
     if not Q.shape[0] == K.shape[0] == V.shape[0]:
-        raise ValueError(f"onnx.attention: Q, K and V must have the same batch size ({shapes})")
-    return (
-        _split("Q", Q, "q_num_heads", q_heads),
-        _split("K", K, "kv_num_heads", kv_heads),
-        _split("V", V, "kv_num_heads", kv_heads),
-    )
+        raise ValueError(f"{_NAME}: Q, K and V must have the same batch size ({shapes})")
+    q = split_heads(_NAME, "Q", Q, "q_num_heads", q_heads, "3-D inputs")
+    k, v = (split_heads(_NAME, name, x, "kv_num_heads", kv_heads, "3-D inputs") for name, x in (("K", K), ("V", V)))
+    return q, k, v
 
 
-def _joined(name: str, past: Any, new: Array) -> Array:
-    past = np.asarray(past)
-    if past.ndim != 4 or past.shape[:2] != new.shape[:2] or past.shape[3] != new.shape[3]:
-        batch, heads, _, width = new.shape
-        raise ValueError(
-            f"onnx.attention: {name} has shape {past.shape}; it must be ({batch}, {heads}, past length, {width})"
-        )
-    return np.concatenate((past, new), axis=2, dtype=new.dtype)
-
-
-def _with_past(k: Array, v: Array, past_key: Any, past_value: Any, lengths: Any) -> tuple[int, Array, Array]:
-    """(past length, past and new keys, past and new values)."""
+def _with_past(k: Array, v: Array, past_key: Any, past_value: Any, lengths: Any) -> tuple[Array, Array]:
+    """Past and new keys, past and new values."""
     if (past_key is None) != (past_value is None):
-        raise ValueError("onnx.attention: past_key and past_value must be given together")
+        raise ValueError(f"{_NAME}: past_key and past_value must be given together")
     if past_key is None:
-        return 0, k, v
+        return k, v
     if lengths is not None:
-        raise ValueError("onnx.attention: nonpad_kv_seqlen can't be combined with past_key and past_value")
-    keys, values = _joined("past_key", past_key, k), _joined("past_value", past_value, v)
-    return keys.shape[2] - k.shape[2], keys, values
+        raise ValueError(f"{_NAME}: nonpad_kv_seqlen can't be combined with past_key and past_value")
+
+    def joined(name: str, given: Any, new: Array) -> Array:
+        past, (batch, heads, _, width) = np.asarray(given), new.shape
+        if past.shape != (batch, heads, *past.shape[2:3], width):
+            wanted = f"({batch}, {heads}, past length, {width})"
+            raise ValueError(f"{_NAME}: {name} has shape {past.shape}; it must be {wanted}")
+        return np.concatenate((past, new), axis=2, dtype=new.dtype)
+
+    return joined("past_key", past_key, k), joined("past_value", past_value, v)
 
 
 def _places(
@@ -172,26 +130,17 @@ def _places(
     places: dict[str, Any] = {"causal": causal, "window": window}
     start: int | NDArray[np.intp] = past
     if nonpad_kv_seqlen is not None:
-        valid = _valid_keys(nonpad_kv_seqlen, *shape)
-        start, places["key_lengths"] = valid - queries, np.minimum(valid, reach)
+        valid = integers(_NAME, "nonpad_kv_seqlen", nonpad_kv_seqlen, shape[:1], "batch item")
+        if ((valid < 0) | (valid > shape[1])).any():
+            raise ValueError(
+                f"{_NAME}: nonpad_kv_seqlen has values from {valid.min()} to {valid.max()}; they must lie between 0 "
+                f"and the number of keys, {shape[1]}"
+            )
+        start = valid.astype(np.intp) - queries
+        places["key_lengths"] = np.minimum(valid, reach).astype(np.intp)
     if causal or window is not None:
         places["q_start"] = start
     return places
-
-
-def _valid_keys(nonpad_kv_seqlen: Any, batch: int, keys: int) -> NDArray[np.intp]:
-    lengths = np.asarray(nonpad_kv_seqlen)
-    if lengths.dtype.kind not in "iu" or lengths.shape != (batch,):
-        raise ValueError(
-            f"onnx.attention: nonpad_kv_seqlen has shape {lengths.shape} and dtype {lengths.dtype}; "
-            f"it must be integers of shape ({batch},), one per batch item"
-        )
-    if lengths.size and (lengths.min() < 0 or lengths.max() > keys):
-        raise ValueError(
-            f"onnx.attention: nonpad_kv_seqlen has values from {lengths.min()} to {lengths.max()}; "
-            f"they must lie between 0 and the number of keys, {keys}"
-        )
-    return lengths.astype(np.intp)
 
 
 def _mask(attn_mask: Any, keys: int) -> tuple[Array | None, int]:
@@ -201,7 +150,7 @@ def _mask(attn_mask: Any, keys: int) -> tuple[Array | None, int]:
     mask = np.asarray(attn_mask)
     if mask.ndim == 0 or mask.ndim > 4 or mask.shape[-1] > keys:
         raise ValueError(
-            f"onnx.attention: attn_mask has shape {mask.shape}; it must have one to four axes and not more than {keys} "
+            f"{_NAME}: attn_mask has shape {mask.shape}; it must have one to four axes and not more than {keys} "
             "entries, one per key, on the last"
         )
     if mask.dtype.kind in "iu":  # the type list of the operator has integers: they are added, as floats are
@@ -209,22 +158,18 @@ def _mask(attn_mask: Any, keys: int) -> tuple[Array | None, int]:
     return mask, mask.shape[-1]
 
 
-# ---- qk_matmul_output, modes 0 to 2: the fused pass has no scores to give ----
-
-
 def _scores(q: Array, k: Array, scale: float | None, softcap: float) -> Array:
-    """scale * q k^T, capped: (batch, q heads, L, S) in the dtype of the arithmetic."""
+    """scale * q k^T, capped: (batch, q heads, L, S) in the dtype of the arithmetic. The fused pass gives no scores."""
     dtype = np.result_type(np.float32, q, k)
-    batch, heads, queries, width = q.shape
+    (batch, heads, queries, width), (_, kv_heads, keys, _) = q.shape, k.shape
     factor, cap = dtype.type(1 / math.sqrt(width) if scale is None else scale), dtype.type(softcap)
-    group = heads // max(k.shape[1], 1)
     with np.errstate(all="ignore"):
-        grouped = (q.astype(dtype, copy=False) * factor).reshape(batch, k.shape[1], group, queries, width)
-        scores = grouped @ k.astype(dtype, copy=False)[:, :, None].swapaxes(-1, -2)
+        scaled = q.astype(dtype, copy=False) * factor
+        grouped = scaled.reshape(batch, kv_heads, heads // max(kv_heads, 1), queries, width)
+        scores: Array = grouped @ k.astype(dtype, copy=False)[:, :, None].swapaxes(-1, -2)
         if softcap:
             scores = cap * np.tanh(scores / cap)
-    full: Array = scores.reshape(batch, heads, queries, k.shape[2])
-    return full
+    return scores.reshape(batch, heads, queries, keys)
 
 
 def _add_masks(scores: Array, mask: Array | None, reach: int, places: dict[str, Any]) -> None:
@@ -237,33 +182,45 @@ def _add_masks(scores: Array, mask: Array | None, reach: int, places: dict[str, 
         mask = mask != -np.inf
     if mask is not None:
         np.copyto(within, -np.inf, where=~mask)
-    seen = structure(scores.shape[:1], scores.shape[2], reach, **places)
-    if seen.lo is not None and seen.hi is not None:
-        j = np.arange(reach)
-        hidden = (j < seen.lo[..., None]) | (j >= seen.hi[..., None])
-        np.copyto(within, -np.inf, where=hidden[:, None])
-
-
-# ---- the operator ----
+    batch, _, queries, _ = scores.shape
+    intervals = structure((batch,), queries, reach, places).intervals(queries, reach)
+    if intervals is not None:
+        lo, hi = (side[..., None, :, None] for side in intervals)
+        keys = np.arange(reach)
+        np.copyto(within, -np.inf, where=(keys < lo) | (keys >= hi))
 
 
 def attention(
-    Q: ArrayLike, K: ArrayLike, V: ArrayLike, attn_mask: ArrayLike | None = None, past_key: ArrayLike | None = None,
-    past_value: ArrayLike | None = None, nonpad_kv_seqlen: ArrayLike | None = None, *, is_causal: int = 0,
-    kv_num_heads: int | None = None, left_window_size: int = -1, q_num_heads: int | None = None,
-    qk_matmul_output_mode: int = 0, right_window_size: int = -1, scale: float | None = None, softcap: float = 0.0,
-    softmax_precision: int | None = None, return_qk: bool = False, num_threads: int | None = None,
-) -> AttentionOutputs:  # fmt: skip
+    Q: ArrayLike,
+    K: ArrayLike,
+    V: ArrayLike,
+    attn_mask: ArrayLike | None = None,
+    past_key: ArrayLike | None = None,
+    past_value: ArrayLike | None = None,
+    nonpad_kv_seqlen: ArrayLike | None = None,
+    *,
+    is_causal: int = 0,
+    kv_num_heads: int | None = None,
+    left_window_size: int = -1,
+    q_num_heads: int | None = None,
+    qk_matmul_output_mode: int = 0,
+    right_window_size: int = -1,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    softmax_precision: int | None = None,
+    return_qk: bool = False,
+    num_threads: int | None = None,
+) -> AttentionOutputs:
     """The ONNX operator Attention of opsets 23, 24 and 25: inputs in its order, attributes by name.
+
+    https://onnx.ai/onnx/operators/onnx__Attention.html; the description of the module says where its text leaves room.
 
     Parameters
     ----------
     Q : array_like of float, shape (B, Hq, L, D) or (B, L, Hq * D)
         Queries; three axes go with q_num_heads and kv_num_heads.
-    K : array_like of float, shape (B, Hkv, S', D) or (B, S', Hkv * D)
-        Keys. Hq must be a multiple of Hkv.
-    V : array_like of float, shape (B, Hkv, S', Dv) or (B, S', Hkv * Dv)
-        Values.
+    K, V : array_like of float, shapes (B, Hkv, S', D) and (B, Hkv, S', Dv)
+        Keys and values, or with three axes like Q. Hq must be a multiple of Hkv.
     attn_mask : array_like of bool or number, optional
         bool: True = may attend; else added to the scores. Broadcasts to (B, Hq, L, S), but a last axis shorter than S
         excludes the keys after it.
@@ -282,9 +239,9 @@ def attention(
     scale : float, optional
         Not negative; default 1 / sqrt(D).
     softcap : float
-        Scores become softcap * tanh(score / softcap), before the mask; 0 = no cap.
+        As in `attentile.attention`; 0 = no cap.
     softmax_precision : {1, 10, 11, 16}, optional
-        TensorProto.DataType of the softmax, taken as a lower bound: 11 (DOUBLE) computes all in float64.
+        TensorProto.DataType of the softmax, a lower bound: 11 (DOUBLE) computes all in float64, others change nothing.
     return_qk : bool
         Whether qk_matmul_output is asked for. Modes 0 to 2 then compute the scores a second time, in NumPy.
     num_threads : int, optional
@@ -293,21 +250,12 @@ def attention(
     Returns
     -------
     AttentionOutputs (Y, present_key, present_value, qk_matmul_output)
-        Y has shape (B, Hq, L, Dv), for three-axis inputs (B, L, Hq * Dv), and Q's dtype. present_key (B, Hkv, S, D) and
-        present_value (B, Hkv, S, Dv) are views of K and V without a past. qk_matmul_output (B, Hq, L, S) has Q's dtype
-        and is None unless asked for.
+        Y and qk_matmul_output have Q's dtype.
 
     Raises
     ------
-    TypeError
-        Q, K or V not floating.
-    ValueError
-        Shapes, heads or attributes that do not fit; past_key without past_value or with nonpad_kv_seqlen.
-
-    Notes
-    -----
-    A row without an allowed key gives 0 in Y and in mode 3. The description of the module says where the operator's
-    text leaves room and what is done then. https://onnx.ai/onnx/operators/onnx__Attention.html
+    TypeError, ValueError
+        Q, K or V not floating; shapes, heads or attributes that do not fit.
 
     Examples
     --------
@@ -315,66 +263,55 @@ def attention(
 
     >>> import numpy as np
     >>> from attentile import onnx
-    >>> rng = np.random.default_rng(0)
-    >>> q, k, v = rng.standard_normal((3, 1, 1, 16), dtype=np.float32)  # batch 1, one token, 2 heads of width 8
-    >>> past = rng.standard_normal((2, 1, 2, 5, 8), dtype=np.float32)
-    >>> Y, present_key, present_value, _ = onnx.attention(
-    ...     q, k, v, None, past[0], past[1], q_num_heads=2, kv_num_heads=2, is_causal=1
-    ... )
-    >>> Y.shape, present_key.shape
+    >>> x = np.ones((1, 1, 16), np.float32)  # batch 1, one token, 2 heads of width 8
+    >>> past = np.zeros((1, 2, 5, 8), np.float32)
+    >>> found = onnx.attention(x, x, x, None, past, past, q_num_heads=2, kv_num_heads=2, is_causal=1)
+    >>> found.Y.shape, found.present_key.shape
     ((1, 1, 16), (1, 2, 6, 8))
     """
     _check_attributes(is_causal, qk_matmul_output_mode, softmax_precision, softcap, scale)
     window = _window(left_window_size, right_window_size)
-    q, k, v = _inputs(np.asarray(Q), np.asarray(K), np.asarray(V), q_num_heads, kv_num_heads)
-    past, k, v = _with_past(k, v, past_key, past_value, nonpad_kv_seqlen)
-    present, dtype = (k, v), q.dtype.newbyteorder("=")
-    (batch, _, queries, _), keys = q.shape, k.shape[2]
+    q, k, v = _inputs(Q, K, V, q_num_heads, kv_num_heads)
+    present = _with_past(k, v, past_key, past_value, nonpad_kv_seqlen)
+    past = present[0].shape[2] - k.shape[2]
+    k, v = present
+    (batch, heads, queries, _), keys = q.shape, k.shape[2]
+    dtype = q.dtype.newbyteorder("=")
     mask, reach = _mask(attn_mask, keys)
     places = _places(bool(is_causal), window, past, nonpad_kv_seqlen, queries, (batch, keys), reach)
     if softmax_precision == _DOUBLE:
         q, k, v = (array.astype(np.float64, copy=False) for array in (q, k, v))
-    out = None
+    options = places | {"scale": scale, "softcap": softcap or None, "num_threads": num_threads}
+    options["mask" if mask is None or mask.dtype == np.bool_ else "bias"] = mask
+    options["return_weights"] = return_qk and qk_matmul_output_mode == _WEIGHTS
     if np.ndim(Q) == 3:  # heads side by side: the pass writes them there, so that Y is a view
-        out = np.empty((batch, queries, q.shape[1], v.shape[3]), np.result_type(q, k, v))
+        beside = np.empty((batch, queries, heads, v.shape[3]), np.result_type(q, k, v))
+        options["out"] = beside.swapaxes(1, 2)
     # The keys that a short mask does not reach are excluded in every row: left out, they need no padded mask.
-    options: dict[str, Any] = {"mask" if mask is None or mask.dtype == np.bool_ else "bias": mask, **places}
-    result = _fused(
-        q, k[:, :, :reach], v[:, :, :reach], scale=scale, softcap=softcap or None, num_threads=num_threads,
-        out=None if out is None else out.swapaxes(1, 2),
-        return_weights=return_qk and qk_matmul_output_mode == _WEIGHTS, **options,
-    )  # fmt: skip
+    result = _fused(q, k[:, :, :reach], v[:, :, :reach], **options)
     Y, weights = (result.out, result.weights) if isinstance(result, AttentionResult) else (result, None)
-    if out is not None:
-        Y = out.reshape(batch, queries, q.shape[1] * v.shape[3])
+    if np.ndim(Q) == 3:
+        Y = beside.reshape(batch, queries, heads * v.shape[3])
     scores = None
     if weights is not None:
-        scores = np.zeros((*q.shape[:3], keys), dtype)
+        scores = np.zeros((batch, heads, queries, keys), dtype)
         scores[..., :reach] = weights
     elif return_qk:
         scores = _scores(q, k, scale, softcap if qk_matmul_output_mode != _RAW else 0)
         if qk_matmul_output_mode == _BIASED:
             _add_masks(scores, mask, reach, places)
-    return AttentionOutputs(_rounded(Y, dtype), *present, scores if scores is None else _rounded(scores, dtype))
-
-
-def _rounded(array: Array, dtype: np.dtype[Any]) -> Array:
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        return array.astype(dtype, copy=False)
-
-
-# ---- the reference evaluator ----
+        scores = rounded(scores, dtype, overflow="ignore")
+    return AttentionOutputs(rounded(Y, dtype, overflow="ignore"), *present, scores)
 
 
 @cache
 def operators() -> tuple[type[Any], ...]:
     """The operators as classes for the reference evaluator of the package onnx, as one tuple.
 
-    They are `Attention`, `RotaryEmbedding` and `TensorScatter`, which this module also has by their names.
-
     Returns
     -------
     tuple of subclasses of onnx.reference.op_run.OpRun
+        `Attention`, `RotaryEmbedding` and `TensorScatter`, which this module also has by their names.
 
     Raises
     ------
@@ -394,41 +331,25 @@ def operators() -> tuple[type[Any], ...]:
             "attentile.onnx: the classes for the reference evaluator need the package onnx; pip install onnx"
         ) from error
 
-    class Attention(OpRun):
-        """The operator Attention for onnx.reference.ReferenceEvaluator(model, new_ops=[Attention])."""
+    def operator(name: str, function: Callable[..., Any]) -> type[Any]:
+        def _run(self: Any, *inputs: Any, **attributes: Any) -> tuple[Any, ...]:
+            given = {key: value for key, value in attributes.items() if value is not None}
+            outputs = list(self.onnx_node.output)
+            while not outputs[-1]:  # the last ones may be left out
+                outputs.pop()
+            if len(outputs) == len(AttentionOutputs._fields):
+                given["return_qk"] = True
+            found = function(*inputs, **given)
+            return found[: len(outputs)] if isinstance(found, tuple) else (found,)
 
-        op_domain = ""
+        doc = f"The operator {name} for onnx.reference.ReferenceEvaluator(model, new_ops=[{name}])."
+        return type(name, (OpRun,), {"__doc__": doc, "__module__": __name__, "op_domain": "", "_run": _run})
 
-        def _run(self, *inputs: Any, **attributes: Any) -> tuple[Any, ...]:
-            names = list(self.onnx_node.output)
-            while not names[-1]:  # outputs left out at the end
-                names.pop()
-            given = {name: value for name, value in attributes.items() if value is not None}
-            outputs = attention(*inputs, **given, return_qk=len(names) == len(AttentionOutputs._fields))
-            return outputs[: len(names)]
-
-    class RotaryEmbedding(OpRun):
-        """The operator RotaryEmbedding for onnx.reference.ReferenceEvaluator."""
-
-        op_domain = ""
-
-        def _run(self, *inputs: Any, **attributes: Any) -> tuple[Any, ...]:
-            given = {name: value for name, value in attributes.items() if value is not None}
-            return (rotary_embedding(*inputs, **given),)
-
-    class TensorScatter(OpRun):
-        """The operator TensorScatter for onnx.reference.ReferenceEvaluator."""
-
-        op_domain = ""
-
-        def _run(self, *inputs: Any, **attributes: Any) -> tuple[Any, ...]:
-            given = {name: value for name, value in attributes.items() if value is not None}
-            return (tensor_scatter(*inputs, **given),)
-
-    classes: tuple[type[Any], ...] = (Attention, RotaryEmbedding, TensorScatter)
-    for operator in classes:
-        operator.__qualname__ = operator.__name__
-    return classes
+    return (
+        operator("Attention", attention),
+        operator("RotaryEmbedding", rotary_embedding),
+        operator("TensorScatter", tensor_scatter),
+    )
 
 
 def __getattr__(name: str) -> Any:

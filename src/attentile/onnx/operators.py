@@ -1,13 +1,4 @@
-"""The ONNX operators around Attention: RotaryEmbedding (opset 23) and TensorScatter (opset 24), for attentile.onnx.
-
-What the operators leave to a runtime, or where their description and their reference implementation differ:
-
-* RotaryEmbedding computes in float64 and rounds once, where the function body rounds after every step. A position that
-  the caches do not have is an error, a negative one too; the reference implementation would count from their end.
-* num_heads of a 4-D input is accepted if it agrees with the shape. Caches may have another floating type than X.
-* TensorScatter in linear mode refuses indices before the start and updates beyond the end of the cache; in circular
-  mode any index counts modulo the length. The inputs are never written to.
-"""
+"""The ONNX operators RotaryEmbedding and TensorScatter for attentile.onnx, and what all its operators check alike."""
 
 from __future__ import annotations
 
@@ -16,122 +7,111 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..arguments import index
+from ..arguments import as_floating, integer
 from ..positions.rotary import rotary_embedding as _rotary
 
 Array = NDArray[Any]
 
+_ROTARY, _SCATTER = "onnx.rotary_embedding", "onnx.tensor_scatter"  # in errors
 
-# ---- RotaryEmbedding ----
+
+def choice(function: str, name: str, value: Any, known: tuple[Any, ...], wanted: str) -> None:
+    """Refuses an attribute that has none of the known values."""
+    if value not in known:
+        raise ValueError(f"{function}: {name} is {value!r}; it must be {wanted}")
 
 
-def _floating(name: str, value: Any) -> Array:
+def split_heads(function: str, name: str, array: Array, count: str, heads: int | None, given: str) -> Array:
+    """A 3-D input (batch, length, heads * width) as a view (batch, heads, length, width); a 4-D input as it is.
+
+    count: name of the attribute that holds `heads`. given: how a message calls an input of three axes.
+    """
+    has = f"{name} has shape {array.shape}"
+    if array.ndim == 4:
+        if heads is not None and heads != array.shape[1]:
+            raise ValueError(f"{function}: {count} is {heads} and {has}, {array.shape[1]} heads")
+        return array
+    if heads is None or heads < 1:
+        raise ValueError(f"{function}: {count} is {heads}; with {given} it must be a positive integer")
+    if array.shape[2] % heads:
+        raise ValueError(f"{function}: {has}; its last axis must be a multiple of {count}, {heads}")
+    return array.reshape(*array.shape[:2], heads, array.shape[2] // heads).swapaxes(1, 2)
+
+
+def integers(function: str, name: str, value: Any, shape: tuple[int, ...], each: str) -> Array:
+    """An array of integers of exactly this shape, one per `each`."""
     array = np.asarray(value)
-    if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
-        raise TypeError(
-            f"onnx.rotary_embedding: {name} has dtype {array.dtype}; the operator takes float32, float16 and bfloat16, "
-            "here float64 too"
+    if array.dtype.kind not in "iu" or array.shape != shape:
+        raise ValueError(
+            f"{function}: {name} has shape {array.shape} and dtype {array.dtype}; it must be integers of shape "
+            f"{shape}, one per {each}"
         )
     return array
 
 
-def _heads(x: Array, num_heads: int | None) -> Array:
-    """X as a view (batch, heads, length, head size)."""
-    if x.ndim == 4:
-        if num_heads and num_heads != x.shape[1]:
-            raise ValueError(
-                f"onnx.rotary_embedding: num_heads is {num_heads} and X has shape {x.shape}, {x.shape[1]} heads"
-            )
-        return x
-    if x.ndim != 3:
-        raise ValueError(
-            f"onnx.rotary_embedding: X has shape {x.shape}; it must be (batch, heads, length, head size) or "
-            "(batch, length, hidden size)"
-        )
-    if num_heads is None or num_heads < 1:
-        raise ValueError(f"onnx.rotary_embedding: num_heads is {num_heads}; with a 3-D X it must be a positive integer")
-    if x.shape[2] % num_heads:
-        raise ValueError(
-            f"onnx.rotary_embedding: X has shape {x.shape}; its last axis must be a multiple of num_heads, {num_heads}"
-        )
-    return x.reshape(*x.shape[:2], num_heads, x.shape[2] // num_heads).swapaxes(1, 2)
-
-
-def _rotated(rotary_embedding_dim: int, width: int) -> int:
-    dim = rotary_embedding_dim or width
-    if not 0 < dim <= width or dim % 2:
-        name = "rotary_embedding_dim" if rotary_embedding_dim else "the head size"
-        raise ValueError(
-            f"onnx.rotary_embedding: {name} is {dim}; the rotated part must be even, positive and at most {width}, the "
-            "head size"
-        )
-    return dim
-
-
 def _caches(cos: Array, sin: Array, position_ids: Any, batch: int, rows: int, half: int) -> tuple[Array, Array, Array]:
     """The caches as tables of two axes, and which of their rows each token uses, (batch, rows)."""
-    expected = f"({batch}, {rows}, {half})" if position_ids is None else f"(positions, {half})"
-    axes, why = (3, "without position_ids") if position_ids is None else (2, "with position_ids")
-    fits = cos.ndim == axes and cos.shape == sin.shape and cos.shape[-1] == half
-    if not fits or (position_ids is None and cos.shape[:2] != (batch, rows)):
+    by_token = position_ids is None
+    shape = (batch, rows, half) if by_token else (*cos.shape[:1], half)
+    if not cos.shape == sin.shape == shape:
+        wanted = f"without position_ids both must be {shape}"
+        if not by_token:
+            wanted = f"with position_ids both must be (positions, {half})"
         raise ValueError(
-            f"onnx.rotary_embedding: cos_cache has shape {cos.shape} and sin_cache {sin.shape}; {why} both must be "
-            f"{expected}, half the rotated part on the last axis"
+            f"{_ROTARY}: cos_cache has shape {cos.shape} and sin_cache {sin.shape}; {wanted}, half the rotated part "
+            "on the last axis"
         )
-    if position_ids is None:
-        places = np.arange(batch * rows, dtype=np.int64).reshape(batch, rows)
-        return cos.reshape(-1, half), sin.reshape(-1, half), places
-    ids = np.asarray(position_ids)
-    if ids.dtype.kind not in "iu" or ids.shape != (batch, rows):
-        raise ValueError(
-            f"onnx.rotary_embedding: position_ids has shape {ids.shape} and dtype {ids.dtype}; it must be integers of "
-            f"shape ({batch}, {rows}), one per token"
-        )
-    if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < len(cos):
+    if by_token:
+        return cos.reshape(-1, half), sin.reshape(-1, half), np.arange(batch * rows).reshape(batch, rows)
+    ids = integers(_ROTARY, "position_ids", position_ids, (batch, rows), "token")
+    if ((ids < 0) | (ids >= len(cos))).any():
         raise IndexError(
-            f"onnx.rotary_embedding: position_ids run from {ids.min()} to {ids.max()}; they must lie between 0 and "
+            f"{_ROTARY}: position_ids run from {ids.min()} to {ids.max()}; they must lie between 0 and "
             f"{len(cos) - 1}, the last row of the caches"
         )
     return cos, sin, ids
 
 
 def rotary_embedding(
-    X: ArrayLike, cos_cache: ArrayLike, sin_cache: ArrayLike, position_ids: ArrayLike | None = None, *,
-    interleaved: int = 0, num_heads: int | None = None, rotary_embedding_dim: int = 0,
-) -> Array:  # fmt: skip
+    X: ArrayLike,
+    cos_cache: ArrayLike,
+    sin_cache: ArrayLike,
+    position_ids: ArrayLike | None = None,
+    *,
+    interleaved: int = 0,
+    num_heads: int | None = None,
+    rotary_embedding_dim: int = 0,
+) -> Array:
     """The ONNX operator RotaryEmbedding of opset 23: inputs in its order, attributes by name.
+
+    https://onnx.ai/onnx/operators/onnx__RotaryEmbedding.html; `attentile.rotary_embedding` is the general function.
 
     Parameters
     ----------
     X : array_like of float, shape (B, H, L, D) or (B, L, H * D)
         Queries or keys; three axes go with num_heads.
     cos_cache, sin_cache : array_like of float, shape (positions, r / 2) or (B, L, r / 2)
-        Cosines and sines, r = rotary_embedding_dim or D; with position_ids by position, without by token.
+        Cosines and sines, r = rotary_embedding_dim or D; with position_ids by position, without by token. Their
+        floating type may be another one than that of X.
     position_ids : array_like of int, shape (B, L), optional
         Row of the caches that each token uses.
     interleaved : {0, 1}
         1: pairs are elements 2i and 2i + 1; 0: i and i + r / 2.
     num_heads : int, optional
-        H of a three-axis X.
+        H of a three-axis X. With four axes it may be left out, and must agree with the shape if not.
     rotary_embedding_dim : int
         How many elements of a head are rotated, the first ones; 0 = all.
 
     Returns
     -------
-    ndarray, shape and dtype of X
+    ndarray, shape and dtype of X; computed in float64 and rounded once
 
     Raises
     ------
-    TypeError
-        X or a cache not floating.
-    ValueError
-        Shapes or attributes that do not fit.
+    TypeError, ValueError
+        X or a cache not floating; shapes or attributes that do not fit.
     IndexError
-        A position without a row in the caches.
-
-    Notes
-    -----
-    https://onnx.ai/onnx/operators/onnx__RotaryEmbedding.html; `attentile.rotary_embedding` is the general function.
+        A position without a row in the caches; the reference implementation counts a negative one from their end.
 
     Examples
     --------
@@ -142,72 +122,64 @@ def rotary_embedding(
     >>> onnx.rotary_embedding(x, np.cos(angles), np.sin(angles), [[5, 6, 7]]).shape
     (1, 2, 3, 4)
     """
-    if interleaved not in (0, 1):
-        raise ValueError(f"onnx.rotary_embedding: interleaved is {interleaved!r}; it must be 0 or 1")
-    given, cos, sin = _floating("X", X), _floating("cos_cache", cos_cache), _floating("sin_cache", sin_cache)
-    x = _heads(given, num_heads)
+    choice(_ROTARY, "interleaved", interleaved, (0, 1), "0 or 1")
+    wanted = "the operator takes float32, float16 and bfloat16, here float64 too"
+    given, cos, sin = (
+        as_floating(_ROTARY, name, value, wanted)
+        for name, value in (("X", X), ("cos_cache", cos_cache), ("sin_cache", sin_cache))
+    )
+    if given.ndim not in (3, 4):
+        raise ValueError(
+            f"{_ROTARY}: X has shape {given.shape}; it must be (batch, heads, length, head size) or "
+            "(batch, length, hidden size)"
+        )
+    default = given.ndim == 4 and num_heads == 0  # of the attribute
+    x = split_heads(_ROTARY, "X", given, "num_heads", None if default else num_heads, "a 3-D X")
     batch, heads, rows, width = x.shape
-    dim = _rotated(rotary_embedding_dim, width)
+    dim = rotary_embedding_dim or width
+    if not 0 < dim <= width or dim % 2:
+        name = "rotary_embedding_dim" if rotary_embedding_dim else "the head size"
+        raise ValueError(
+            f"{_ROTARY}: {name} is {dim}; the rotated part must be even, positive and at most {width}, the head size"
+        )
     cos, sin, places = _caches(cos, sin, position_ids, batch, rows, dim // 2)
-    dtype = x.dtype.newbyteorder("=")
-    out: Array = np.empty(x.shape, dtype)
-    if given.ndim == 3:  # heads side by side: written there, so that the result is a view
-        out = np.empty((batch, rows, heads, width), dtype).swapaxes(1, 2)
-    _rotary(x, places, rotary_dim=dim, interleaved=bool(interleaved), cos=cos, sin=sin, out=out)
-    return out if given.ndim == 4 else out.swapaxes(1, 2).reshape(given.shape)
-
-
-# ---- TensorScatter ----
+    out: Array = np.empty(given.shape, given.dtype.newbyteorder("="))
+    # Heads side by side are written there, so that the result is no copy.
+    heads_of_out = out if given.ndim == 4 else out.reshape(batch, rows, heads, width).swapaxes(1, 2)
+    _rotary(x, places, rotary_dim=dim, interleaved=bool(interleaved), cos=cos, sin=sin, out=heads_of_out)
+    return out
 
 
 def _cache_axis(past: Array, update: Array, axis: int) -> int:
     """The axis counted from the front, after the checks of the shapes."""
     shapes = f"past_cache has shape {past.shape} and update {update.shape}"
     if past.ndim < 2 or past.ndim != update.ndim:
-        raise ValueError(f"onnx.tensor_scatter: {shapes}; they need the same number of axes, at least two")
-    try:
-        axis = index(axis)
-    except TypeError:
-        raise TypeError(f"onnx.tensor_scatter: axis is {axis!r}; it must be an integer") from None
+        raise ValueError(f"{_SCATTER}: {shapes}; they need the same number of axes, at least two")
+    axis = integer(_SCATTER, "axis", axis, wanted="an integer")
     if not -past.ndim < axis < past.ndim or axis == 0:
         raise ValueError(
-            f"onnx.tensor_scatter: axis is {axis}; it must name one of the {past.ndim} axes but not the first, the "
-            "batch"
+            f"{_SCATTER}: axis is {axis}; it must name one of the {past.ndim} axes but not the first, the batch"
         )
     axis %= past.ndim
-    others = [n for n in range(past.ndim) if n != axis]
-    if any(past.shape[n] != update.shape[n] for n in others) or update.shape[axis] > past.shape[axis]:
+    longest = (*update.shape[:axis], past.shape[axis], *update.shape[axis + 1 :])
+    if longest != past.shape or update.shape[axis] > past.shape[axis]:
         raise ValueError(
-            f"onnx.tensor_scatter: {shapes}; they must agree but for axis {axis}, where update must not be the longer"
+            f"{_SCATTER}: {shapes}; they must agree but for axis {axis}, where update must not be the longer"
         )
     return axis
 
 
-def _write_starts(write_indices: Any, batch: int, size: int, new: int, mode: str) -> list[int]:
-    """Where the update of each batch item starts in the cache."""
-    if write_indices is None:
-        return [0] * batch
-    indices = np.asarray(write_indices)
-    if indices.dtype.kind not in "iu" or indices.shape != (batch,):
-        raise ValueError(
-            f"onnx.tensor_scatter: write_indices has shape {indices.shape} and dtype {indices.dtype}; it must be "
-            f"integers of shape ({batch},), one per batch item"
-        )
-    if mode == "circular":
-        return [int(start) % size if size else 0 for start in indices.tolist()]
-    if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) <= size - new:
-        raise ValueError(
-            f"onnx.tensor_scatter: write_indices run from {indices.min()} to {indices.max()}; in linear mode they must "
-            f"lie between 0 and {size - new}, so that {new} entries fit into {size} (mode='circular' wraps around)"
-        )
-    return [int(start) for start in indices.tolist()]
-
-
 def tensor_scatter(
-    past_cache: ArrayLike, update: ArrayLike, write_indices: ArrayLike | None = None, *, axis: int = -2,
+    past_cache: ArrayLike,
+    update: ArrayLike,
+    write_indices: ArrayLike | None = None,
+    *,
+    axis: int = -2,
     mode: str = "linear",
-) -> Array:  # fmt: skip
+) -> Array:
     """The ONNX operator TensorScatter of opset 24: a cache with new entries at an index per batch item.
+
+    https://onnx.ai/onnx/operators/onnx__TensorScatter.html
 
     Parameters
     ----------
@@ -220,23 +192,16 @@ def tensor_scatter(
     axis : int
         The sequence axis; not 0.
     mode : {"linear", "circular"}
-        linear: all entries must fit before the end. circular: they go on at the start.
+        linear: all entries must lie within the cache. circular: any index counts modulo S, entries go on at the start.
 
     Returns
     -------
-    ndarray, shape and dtype of past_cache
-        Always a new array.
+    ndarray, a new one with the shape and dtype of past_cache
 
     Raises
     ------
-    TypeError
-        If the two dtypes differ.
-    ValueError
-        Shapes, axis, mode or indices that do not fit.
-
-    Notes
-    -----
-    https://onnx.ai/onnx/operators/onnx__TensorScatter.html
+    TypeError, ValueError
+        The two dtypes differ; shapes, axis, mode or indices that do not fit.
 
     Examples
     --------
@@ -246,18 +211,22 @@ def tensor_scatter(
     array([1., 0., 0., 1.])
     """
     past, new = np.asarray(past_cache), np.asarray(update)
-    if mode not in ("linear", "circular"):
-        raise ValueError(f"onnx.tensor_scatter: mode is {mode!r}; it must be 'linear' or 'circular'")
+    choice(_SCATTER, "mode", mode, ("linear", "circular"), "'linear' or 'circular'")
     if past.dtype != new.dtype:
-        raise TypeError(
-            f"onnx.tensor_scatter: past_cache has dtype {past.dtype} and update {new.dtype}; make them equal"
-        )
+        raise TypeError(f"{_SCATTER}: past_cache has dtype {past.dtype} and update {new.dtype}; make them equal")
     along = _cache_axis(past, new, axis)
     size, length = past.shape[along], new.shape[along]
-    starts = _write_starts(write_indices, len(past), size, length, mode)
+    given = np.zeros(len(past), np.intp) if write_indices is None else write_indices
+    starts = integers(_SCATTER, "write_indices", given, past.shape[:1], "batch item")
+    if mode == "linear" and ((starts < 0) | (starts > size - length)).any():
+        raise ValueError(
+            f"{_SCATTER}: write_indices run from {starts.min()} to {starts.max()}; in linear mode they must lie "
+            f"between 0 and {size - length}, so that {length} entries fit into {size} (mode='circular' wraps around)"
+        )
     present = past.copy()
     to, entries = np.moveaxis(present, along, 1), np.moveaxis(new, along, 1)
-    for item, start in enumerate(starts):
+    for item, start in enumerate(starts.tolist()):
+        start %= max(size, 1)
         before_end = min(length, size - start)
         to[item, start : start + before_end] = entries[item, :before_end]
         to[item, : length - before_end] = entries[item, before_end:]

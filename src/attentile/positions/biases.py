@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..masks import positive_index
-from .sinusoids import _integer
+from ..arguments import as_floating, integer, positive_index
 
 Array = NDArray[Any]
 
@@ -17,8 +16,9 @@ Array = NDArray[Any]
 def alibi_slopes(n_heads: int) -> Array:
     """Slopes of ALiBi for `attention(alibi_slopes=...)`.
 
-    For n a power of two, 2^(-8 / n), 2^(-16 / n), ..., 2^-8. For other head counts the slopes of the largest power of
-    two below, followed by every second one of the next power of two.
+    For n a power of two: 2^(-8 / n), 2^(-16 / n), ..., 2^-8. Else the slopes of the largest power of two below,
+    followed by every second one of the next power of two. Rule: Press, Smith, Lewis, "Train Short, Test Long", 2022,
+    and the authors' code for other head counts.
 
     Parameters
     ----------
@@ -34,10 +34,6 @@ def alibi_slopes(n_heads: int) -> Array:
     TypeError, ValueError
         If n_heads is not a positive integer.
 
-    Notes
-    -----
-    Rule: Press, Smith, Lewis, "Train Short, Test Long", 2022, and the authors' code for other head counts.
-
     Examples
     --------
     >>> from attentile import alibi_slopes
@@ -51,62 +47,46 @@ def alibi_slopes(n_heads: int) -> Array:
     return np.concatenate([whole, between])
 
 
-# ---- relative-position bias as strided views ----
-
 _FAR = 2**60  # a position is clipped to it, so that sums cannot wrap; tables end long before
 
 
-def _sizes(function: str, queries: Any, keys: Any, q_start: Any) -> tuple[int, int, int]:
-    rows, columns, first = (
-        _integer(name, value, function) for name, value in (("queries", queries), ("keys", keys), ("q_start", q_start))
-    )
-    for name, value in (("queries", rows), ("keys", columns)):
-        if value < 0:
-            raise ValueError(f"{function}: {name} is {value}; it must be 0 or a positive integer")
-    return rows, columns, max(-_FAR, min(first, _FAR))
+def _distances(function: str, queries: Any, keys: Any, q_start: Any) -> tuple[int, int, Array]:
+    """(L, S, every key - query distance, ascending): that of the last query to key 0 comes first."""
+    rows = integer(function, "queries", queries, 0, otherwise="0 or a positive integer")
+    columns = integer(function, "keys", keys, 0, otherwise="0 or a positive integer")
+    first = max(-_FAR, min(integer(function, "q_start", q_start), _FAR))
+    before = max(rows, 1) - 1  # no query has the distances of one, which `_along_diagonals` needs
+    return rows, columns, np.arange(before + columns) - (first + before)
 
 
 def _table(function: str, table: Any, axes: str) -> Array:
     """The table in float32 or float64: what attention() computes in, so that it need not convert (L, S) numbers."""
-    array = np.asarray(table)
+    array = as_floating(function, "table", table, "it must be floating (.astype(np.float32) makes one)")
     if array.ndim != 2:
         raise ValueError(f"{function}: table has shape {array.shape}; it must have two axes, {axes}")
-    if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
-        raise TypeError(
-            f"{function}: table has dtype {array.dtype}; it must be floating (.astype(np.float32) makes one)"
-        )
     return array.astype(np.float64 if array.dtype.itemsize > 4 else np.float32, copy=False)
 
 
-def _distances(queries: int, keys: int, first: int) -> Array:
-    """Every key - query distance, ascending: that of the last query to key 0 comes first."""
-    return np.arange(queries + keys - 1) - (first + queries - 1)
-
-
-def _along_diagonals(vectors: Array, keys: int) -> Array:
+def _along_diagonals(vectors: Array, queries: int, keys: int) -> Array:
     """(H, L, S) view of vectors (H, L + S - 1): entry [h, i, j] is vectors[h, L - 1 - i + j]."""
-    view: Array = np.lib.stride_tricks.sliding_window_view(np.ascontiguousarray(vectors), keys, axis=1)[:, ::-1]
+    rows = np.lib.stride_tricks.sliding_window_view(np.ascontiguousarray(vectors), keys, axis=1)
+    view: Array = rows[:, ::-1][:, :queries]
     return view
-
-
-def _nothing(heads: int, queries: int, keys: int, dtype: np.dtype[Any]) -> Array:
-    empty = np.empty((heads, queries, keys), dtype)
-    empty.flags.writeable = False
-    return empty
 
 
 def relative_bias(table: ArrayLike, queries: int, keys: int, *, q_start: int = 0) -> Array:
     """Bias that depends on the distance of key and query only, for `attention(bias=...)`, in O(H (L + S)) memory.
 
     Query i stands at position q_start + i, key j at j; entry [h, i, j] is
-    ``table[h, clip(j - (q_start + i), -m, m) + m]``, with m the largest distance that the table knows.
+    ``table[h, clip(j - (q_start + i), -m, m) + m]``, with m the largest distance that the table knows. Formula: Shaw,
+    Uszkoreit, Vaswani, "Self-Attention with Relative Position Representations", 2018, section 3.2, with one number per
+    head and distance as in Raffel et al., 2020, section 2.1.
 
     Parameters
     ----------
     table : array_like of float, shape (H, 2 m + 1)
-        One row per query head: column 0 is for keys m or more before the query, column m for the query's own position,
-        column 2 m for keys m or more after it. Use the dtype of q: attention() converts a float64 bias of a float32
-        call as a whole, to (H, L, S) numbers.
+        One row per query head: column 0 is for keys m or more before the query, column m for its own position, column
+        2 m for keys m or more after it. Use the dtype of q: another one makes attention() convert (H, L, S) numbers.
     queries, keys : int
         L and S; may be 0.
     q_start : int, optional
@@ -124,11 +104,6 @@ def relative_bias(table: ArrayLike, queries: int, keys: int, *, q_start: int = 0
     ValueError
         If table has not two axes or an even number of columns, or queries or keys is negative.
 
-    Notes
-    -----
-    Formula: Shaw, Uszkoreit, Vaswani, "Self-Attention with Relative Position Representations", 2018, section 3.2
-    (clipped distances), with one number per head and distance as in Raffel et al., 2020, section 2.1.
-
     Examples
     --------
     >>> import numpy as np
@@ -138,17 +113,15 @@ def relative_bias(table: ArrayLike, queries: int, keys: int, *, q_start: int = 0
             [-1.,  0.,  1.,  1.],
             [-1., -1.,  0.,  1.]]])
     """
-    rows, columns, first = _sizes("relative_bias", queries, keys, q_start)
+    rows, columns, distances = _distances("relative_bias", queries, keys, q_start)
     array = _table("relative_bias", table, "(heads, 2 * max_distance + 1)")
     if array.shape[1] % 2 == 0:
         raise ValueError(
             f"relative_bias: table has shape {array.shape}; it needs an odd number of columns, 2 * max_distance + 1, "
             "the middle one for distance 0"
         )
-    if rows == 0 or columns == 0:
-        return _nothing(len(array), rows, columns, array.dtype)
     reach = array.shape[1] // 2
-    return _along_diagonals(array[:, np.clip(_distances(rows, columns, first), -reach, reach) + reach], columns)
+    return _along_diagonals(array[:, np.clip(distances, -reach, reach) + reach], rows, columns)
 
 
 @lru_cache(maxsize=64)
@@ -158,20 +131,20 @@ def _bucket_starts(buckets: int, max_distance: int) -> Array:
     The rule's bucket e + floor(log(n / e) / log(m / e) * (b - e)), e = b // 2, reaches e + t where
     n^(b - e) >= m^t e^(b - e - t): compared in integers, so that no rounding of a logarithm moves a boundary.
     """
+    from bisect import bisect_left  # here, because most programs that import attentile never come by
+
     exact = buckets // 2
     share = buckets - exact
     starts = list(range(1, exact + 1))
     for t in range(1, share):
-        bound, low, high = max_distance**t * exact ** (share - t), starts[-1], max_distance
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if middle**share >= bound else (middle + 1, high)
-        starts.append(low)
+        bound = max_distance**t * exact ** (share - t)
+        starts.append(bisect_left(range(max_distance), bound, lo=starts[-1], key=lambda n: n**share))
     return np.array(starts)
 
 
-def _check_buckets(function: str, num_buckets: Any, max_distance: Any, bidirectional: bool) -> tuple[int, int]:
-    """(buckets of one direction, max_distance)."""
+def _buckets(
+    function: str, distances: Array, num_buckets: Any, max_distance: Any, bidirectional: bool
+) -> NDArray[np.intp]:
     buckets = positive_index(function, "num_buckets", num_buckets)
     reach = positive_index(function, "max_distance", max_distance)
     if buckets < 2 or (bidirectional and (buckets < 4 or buckets % 2)):
@@ -183,7 +156,10 @@ def _check_buckets(function: str, num_buckets: Any, max_distance: Any, bidirecti
             f"{function}: max_distance is {reach}; it must be larger than {buckets // 2}, the distances that have a "
             "bucket of their own, and at most 2**60"
         )
-    return buckets, reach
+    away = np.clip(distances, -reach, reach)
+    size = np.abs(away) if bidirectional else np.maximum(-away, 0)
+    found: NDArray[np.intp] = np.searchsorted(_bucket_starts(buckets, reach), size, side="right")
+    return found + buckets * (away > 0) if bidirectional else found
 
 
 def t5_buckets(
@@ -191,20 +167,19 @@ def t5_buckets(
 ) -> NDArray[np.intp]:
     """Bucket of each key - query distance in T5's relative-position bias.
 
-    Half of the buckets (of a direction) hold one distance each, the other half ranges that grow as a logarithm up to
-    max_distance; the last one holds everything beyond.
+    Half of the buckets of a direction hold one distance each, the others ranges that grow as a logarithm up to
+    max_distance; the last one holds everything beyond. Rule: Raffel et al., "Exploring the Limits of Transfer Learning
+    with a Unified Text-to-Text Transformer", 2020, section 2.1, and the authors' code; boundaries without rounding.
 
     Parameters
     ----------
     distances : array_like of int
         Key position minus query position, any shape.
     bidirectional : bool, optional
-        True (encoder): the first half of the buckets is for keys up to the query, the second one for keys after it.
-        False (decoder): keys after the query all fall into bucket 0.
-    num_buckets : int, optional
-        Buckets of both directions together.
-    max_distance : int, optional
-        From here on the last bucket is used at the latest.
+        True (encoder): the second half of the buckets is for keys after the query. False (decoder): those all fall into
+        bucket 0.
+    num_buckets, max_distance : int, optional
+        Buckets of both directions together; the distance from which on the last one is used at the latest.
 
     Returns
     -------
@@ -218,31 +193,18 @@ def t5_buckets(
     ValueError
         If num_buckets or max_distance is too small, or num_buckets odd with bidirectional.
 
-    Notes
-    -----
-    Rule: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", 2020,
-    section 2.1, and the authors' code. Boundaries are found in integers, without rounding.
-
     Examples
     --------
     >>> from attentile import t5_buckets
     >>> t5_buckets([-128, -8, -1, 0, 1, 8, 128])
     array([15,  8,  1,  0, 17, 24, 31])
     """
-    buckets, reach = _check_buckets("t5_buckets", num_buckets, max_distance, bidirectional)
     array = np.asarray(distances)
     if array.dtype.kind not in "iu" and array.size:
         raise TypeError(f"t5_buckets: distances has dtype {array.dtype}; it must be integers (key - query)")
     if array.dtype.kind == "u":
-        array = np.minimum(array.astype(np.uint64), np.uint64(reach))  # must not wrap to negative ones
-    return _buckets(array.astype(np.intp), buckets, reach, bidirectional)
-
-
-def _buckets(distances: Array, buckets: int, reach: int, bidirectional: bool) -> NDArray[np.intp]:
-    away = np.clip(distances, -reach, reach)
-    size = np.abs(away) if bidirectional else np.maximum(-away, 0)
-    found: NDArray[np.intp] = np.searchsorted(_bucket_starts(buckets, reach), size, side="right")
-    return found + buckets * (away > 0) if bidirectional else found
+        array = np.minimum(array.astype(np.uint64), np.uint64(_FAR))  # must not wrap to negative ones
+    return _buckets("t5_buckets", array.astype(np.intp), num_buckets, max_distance, bidirectional)
 
 
 def t5_bias(
@@ -250,24 +212,22 @@ def t5_bias(
 ) -> Array:
     """T5's relative-position bias for `attention(bias=...)`, in O(H (L + S)) memory.
 
-    Query i stands at position q_start + i, key j at j; entry [h, i, j] is ``table[bucket, h]`` with the bucket that
-    `t5_buckets` gives to j - (q_start + i). T5 does not scale its scores: call attention with scale=1.0.
+    Entry [h, i, j] is ``table[bucket, h]`` with the bucket that `t5_buckets` gives to the distance j - (q_start + i).
+    T5 does not scale its scores: call attention with scale=1.0.
 
     Parameters
     ----------
     table : array_like of float, shape (num_buckets, H)
         As checkpoints hold it (relative_attention_bias.weight). Use the dtype of q, see `relative_bias`.
-    queries, keys : int
-        L and S; may be 0.
+    queries, keys, q_start : int
+        As in `relative_bias`.
     bidirectional, max_distance : optional
         As in `t5_buckets`: True in encoders, False in decoders.
-    q_start : int, optional
-        Position of query 0, as in `attention`; may be negative.
 
     Returns
     -------
     ndarray, shape (H, L, S)
-        Read-only strided view of one vector of L + S - 1 numbers per head; float64 for a float64 table, else float32.
+        Read-only view as `relative_bias` returns it.
 
     Raises
     ------
@@ -275,10 +235,6 @@ def t5_bias(
         If table is not floating, or a number not an integer.
     ValueError
         If table has not two axes or too few rows, max_distance is too small, or queries or keys is negative.
-
-    Notes
-    -----
-    Formula: Raffel et al., 2020, section 2.1, see `t5_buckets`.
 
     Examples
     --------
@@ -289,10 +245,7 @@ def t5_bias(
     array([[[ 0., 17., 18., 19.],
             [ 1.,  0., 17., 18.]]])
     """
-    rows, columns, first = _sizes("t5_bias", queries, keys, q_start)
+    rows, columns, distances = _distances("t5_bias", queries, keys, q_start)
     array = _table("t5_bias", table, "(num_buckets, heads)")
-    buckets, reach = _check_buckets("t5_bias", array.shape[0], max_distance, bidirectional)
-    if rows == 0 or columns == 0:
-        return _nothing(array.shape[1], rows, columns, array.dtype)
-    bucket = _buckets(_distances(rows, columns, first), buckets, reach, bidirectional)
-    return _along_diagonals(array.T[:, bucket], columns)
+    buckets = _buckets("t5_bias", distances, array.shape[0], max_distance, bidirectional)
+    return _along_diagonals(array.T[:, buckets], rows, columns)

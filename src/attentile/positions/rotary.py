@@ -8,21 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..arguments import index
-from ..call import as_array, check_out, promoted, ready
+from ..arguments import as_array, check_out, finite, flag, integer
 from ..core import twin_angles
-from ..runtime import config
-from .scaling import (
-    DEFAULT_BASE,
-    Frequencies,
-    counted_length,
-    depends_on_length,
-    flag,
-    number,
-    plain_frequencies,
-    read_scaling,
-    scaled_frequencies,
-)
+from ..core.twin_angles import Turn
+from ..runtime import backend
+from ..runtime.threads import threads_for
+from ..storage import promoted, ready, rounded
+from .scaling import DEFAULT_BASE, NAME, Scaling, frequencies, read_scaling
 
 Array = NDArray[Any]
 
@@ -41,48 +33,26 @@ class Places(NamedTuple):
     largest: int
 
 
-class Turn(NamedTuple):
-    """What the core takes besides arrays and positions; either high and low, or cosines and sines."""
-
-    pairs: int
-    neighbours: bool
-    high: Array | None
-    low: Array | None
-    cosines: Array | None
-    sines: Array | None
-    cosine_factor: float
-    sine_factor: float
-
-
-# ---- checks ----
-
-
-def _integer(name: str, value: Any) -> int:
-    try:
-        return index(value)
-    except TypeError:
-        raise TypeError(f"rotary_embedding: {name} is {value!r}; it must be an integer (int() converts it)") from None
-
-
 def _rotary_dim(rotary_dim: Any, width: int, fraction: float | None = None) -> int:
     """Number of elements that are turned."""
-    if rotary_dim is None:
-        dim, name = (width, "the last axis of x") if fraction is None else (int(width * fraction), "rotary_dim")
-    else:
-        dim, name = _integer("rotary_dim", rotary_dim), "rotary_dim"
-        if fraction is not None and dim != int(width * fraction):
+    dim = width if fraction is None else int(width * fraction)
+    if rotary_dim is not None:
+        given = integer(NAME, "rotary_dim", rotary_dim)
+        if fraction is not None and given != dim:
             raise ValueError(
-                f"rotary_embedding: rotary_dim is {dim} and scaling['partial_rotary_factor'] is {fraction}, which "
-                f"makes {int(width * fraction)} of {width}; leave out one of the two"
+                f"{NAME}: rotary_dim is {given} and scaling['partial_rotary_factor'] is {fraction}, which makes {dim} "
+                f"of {width}; leave out one of the two"
             )
-    if dim <= 0 or dim > width or dim % 2:
-        raise ValueError(
-            f"rotary_embedding: {name} is {dim}; the number of rotated elements must be even, positive and at most "
-            f"{width}, the last axis of x (rotary_dim={max(width // 2 * 2, 2)} turns the most pairs)"
-            if width > 1
-            else f"rotary_embedding: {name} is {dim}; x needs at least two elements, one pair, on its last axis"
-        )
-    return dim
+        dim = given
+    if 0 < dim <= width and dim % 2 == 0:
+        return dim
+    name = "the last axis of x" if rotary_dim is None and fraction is None else "rotary_dim"
+    if width < 2:
+        raise ValueError(f"{NAME}: {name} is {dim}; x needs at least two elements, one pair, on its last axis")
+    raise ValueError(
+        f"{NAME}: {name} is {dim}; the number of rotated elements must be even, positive and at most {width}, the last "
+        f"axis of x (rotary_dim={width // 2 * 2} turns the most pairs)"
+    )
 
 
 def _plain(array: Array, dtype: type) -> Array:
@@ -90,49 +60,42 @@ def _plain(array: Array, dtype: type) -> Array:
     return np.require(array, dtype, ("C", "A"))
 
 
-def _given_positions(positions: Any, lead: tuple[int, ...], rows: int) -> Array:
-    """An array of positions as int64 (1 or items, L)."""
+def places_of(positions: Any, lead: tuple[int, ...], rows: int) -> Places:
+    """The checked positions of rows with these batch axes."""
+    if positions is None:
+        return Places(0, None, 0, rows - 1)
+    if type(positions) is int and 0 <= positions <= _FARTHEST - rows:  # at every token of a decoder
+        return Places(positions, None, positions, positions + rows - 1)
+    if isinstance(positions, (int, np.integer)) or (isinstance(positions, np.ndarray) and positions.ndim == 0):
+        first = integer(NAME, "positions", positions if not isinstance(positions, np.ndarray) else positions[()])
+        if not -_FARTHEST <= first <= first + max(rows - 1, 0) <= _FARTHEST:
+            raise ValueError(
+                f"{NAME}: positions={first} puts {rows} rows at positions up to {first + rows - 1}; they "
+                "must stay within -2**50 and 2**50"
+            )
+        return Places(first, None, first, first + rows - 1)
     array = np.asarray(positions)
     if array.dtype.kind not in "iu" and not (array.size == 0 and isinstance(positions, (list, tuple))):
-        raise TypeError(
-            f"rotary_embedding: positions has dtype {array.dtype}; positions must be integers (.astype(np.int64))"
-        )
+        raise TypeError(f"{NAME}: positions has dtype {array.dtype}; positions must be integers (.astype(np.int64))")
     if array.shape[-1:] != (rows,):
         raise ValueError(
-            f"rotary_embedding: positions has shape {array.shape}; its last axis must be L = {rows}, one position per "
+            f"{NAME}: positions has shape {array.shape}; its last axis must be L = {rows}, one position per "
             "row of x (an int is the position of the first row)"
         )
     try:
         shaped = np.broadcast_to(array, (*lead, rows))
     except ValueError:
         raise ValueError(
-            f"rotary_embedding: positions has shape {array.shape}; it must be ({rows},) or broadcast to "
+            f"{NAME}: positions has shape {array.shape}; it must be ({rows},) or broadcast to "
             f"{(*lead, rows)}, the batch axes of x and L"
         ) from None
     if array.size and not -_FARTHEST <= int(array.min()) <= int(array.max()) <= _FARTHEST:
         raise ValueError(
-            f"rotary_embedding: positions run from {array.min()} to {array.max()}; they must stay within -2**50 and "
-            "2**50"
+            f"{NAME}: positions run from {array.min()} to {array.max()}; they must stay within -2**50 and 2**50"
         )
     one = array.size == rows  # all items share it
-    return _plain(array.reshape(1, rows) if one else shaped.reshape(-1, rows), np.int64)
-
-
-def _places(positions: Any, lead: tuple[int, ...], rows: int) -> Places:
-    if positions is None:
-        return Places(0, None, 0, rows - 1)
-    if type(positions) is int and 0 <= positions <= _FARTHEST - rows:
-        return Places(positions, None, positions, positions + rows - 1)
-    if isinstance(positions, (int, np.integer)) or (isinstance(positions, np.ndarray) and positions.ndim == 0):
-        first = _integer("positions", positions if not isinstance(positions, np.ndarray) else positions[()])
-        if not -_FARTHEST <= first <= first + max(rows - 1, 0) <= _FARTHEST:
-            raise ValueError(
-                f"rotary_embedding: positions={first} puts {rows} rows at positions up to {first + rows - 1}; they "
-                "must stay within -2**50 and 2**50"
-            )
-        return Places(first, None, first, first + rows - 1)
-    array = _given_positions(positions, lead, rows)
-    return Places(0, array, int(array.min(initial=_FARTHEST)), int(array.max(initial=-_FARTHEST)))
+    at = _plain(array.reshape(1, rows) if one else shaped.reshape(-1, rows), np.int64)
+    return Places(0, at, int(at.min(initial=_FARTHEST)), int(at.max(initial=-_FARTHEST)))
 
 
 # ---- what turns the pairs ----
@@ -141,50 +104,46 @@ def _places(positions: Any, lead: tuple[int, ...], rows: int) -> Places:
 def _table(name: str, table: Any, dim: int) -> Array:
     array = np.asarray(table)
     if (array.dtype.kind != "f" or array.itemsize > 8) and array.dtype.name != "bfloat16":
-        raise TypeError(
-            f"rotary_embedding: {name} has dtype {array.dtype}; it must be float64, float32, float16 or bfloat16"
-        )
+        raise TypeError(f"{NAME}: {name} has dtype {array.dtype}; it must be float64, float32, float16 or bfloat16")
     if array.ndim != 2 or array.shape[1] != dim // 2:
         raise ValueError(
-            f"rotary_embedding: {name} has shape {array.shape}; it must be (positions, rotary_dim / 2) = "
+            f"{NAME}: {name} has shape {array.shape}; it must be (positions, rotary_dim / 2) = "
             f"(positions, {dim // 2}), one column per pair (of a table that repeats its columns, give the first half)"
         )
     return array
 
 
-def _from_tables(cos: Any, sin: Any, dim: int, places: Places, inverse: bool) -> tuple[Array, Array, Places]:
-    """Both tables in float32 or float64 as the core takes them, and the positions as rows of them."""
+def _turn_by_table(
+    width: int, places: Places, rotary_dim: Any, cos: Any, sin: Any, interleaved: bool, inverse: bool
+) -> tuple[Turn, Places]:
+    """The turn by both tables in float32 or float64 as the core takes them, and the positions as rows of them."""
+    dim = _rotary_dim(rotary_dim, width)
     if cos is None or sin is None:
         raise ValueError(
-            f"rotary_embedding: {'cos' if sin is None else 'sin'} is given without {'sin' if sin is None else 'cos'}; "
+            f"{NAME}: {'cos' if sin is None else 'sin'} is given without {'sin' if sin is None else 'cos'}; "
             "give both tables"
         )
-    tables = _table("cos", cos, dim), _table("sin", sin, dim)
-    if tables[0].shape != tables[1].shape:
-        raise ValueError(
-            f"rotary_embedding: cos has shape {tables[0].shape} and sin {tables[1].shape}; they must be equal"
-        )
-    n = len(tables[0])
+    cosines, sines = _table("cos", cos, dim), _table("sin", sin, dim)
+    if cosines.shape != sines.shape:
+        raise ValueError(f"{NAME}: cos has shape {cosines.shape} and sin {sines.shape}; they must be equal")
+    n, dtype = len(cosines), cosines.dtype
     if places.smallest <= places.largest and not 0 <= places.smallest <= places.largest < n:
         raise IndexError(
-            f"rotary_embedding: positions run from {places.smallest} to {places.largest} and the tables have {n} rows; "
+            f"{NAME}: positions run from {places.smallest} to {places.largest} and the tables have {n} rows; "
             f"with cos= and sin= each position must lie between 0 and {n - 1}"
         )
-    dtype = tables[0].dtype
-    fit = not inverse and dtype in (np.float32, np.float64)
-    if fit and all(t.dtype == dtype and t.flags.aligned and t.strides[1] == t.itemsize for t in tables):
-        return tables[0], tables[1], places
-    if places.array is None:  # the rows that are met, no others
-        tables = tables[0][places.first : places.largest + 1], tables[1][places.first : places.largest + 1]
-        places = Places(0, None, 0, places.largest - places.first)
-    elif places.array.size < n:
-        rows = places.array.ravel()
-        tables = tables[0][rows], tables[1][rows]
-        places = Places(0, np.arange(rows.size, dtype=np.int64).reshape(places.array.shape), 0, rows.size - 1)
-    cosines, sines = (_plain(t, np.float64) for t in tables)
-    if inverse:
-        cosines, sines = _undone(cosines, sines)
-    return cosines, sines, places
+    fit = dtype in (np.float32, np.float64) and not inverse
+    if not fit or any(t.dtype != dtype or not t.flags.aligned or t.strides[1] != t.itemsize for t in (cosines, sines)):
+        at = places.array
+        if at is None:
+            at = np.arange(places.first, places.largest + 1)[None]
+        if at.size < n:  # the rows that are met, no others
+            cosines, sines = cosines[at.ravel()], sines[at.ravel()]
+            places = Places(0, np.arange(at.size, dtype=np.int64).reshape(at.shape), 0, at.size - 1)
+        cosines, sines = _plain(cosines, np.float64), _plain(sines, np.float64)
+        if inverse:
+            cosines, sines = _undone(cosines, sines)
+    return Turn(dim // 2, interleaved, None, None, cosines, sines, 1.0, -1.0 if inverse else 1.0), places
 
 
 def _undone(cosines: Array, sines: Array) -> tuple[Array, Array]:
@@ -194,86 +153,53 @@ def _undone(cosines: Array, sines: Array) -> tuple[Array, Array]:
         if (size == 0).any():
             row, pair = np.argwhere(size == 0)[0]
             raise ValueError(
-                "rotary_embedding: inverse=True cannot undo a pair whose cosine and sine are both 0, as in pair "
+                f"{NAME}: inverse=True cannot undo a pair whose cosine and sine are both 0, as in pair "
                 f"{pair} of row {row} of those that the call uses"
             )
         return cosines / size / size, sines / size / size
 
 
-def _frequencies(base: Any, rotary_dim: Any, scaling: Any, width: int, places: Places) -> tuple[int, Frequencies]:
-    """(rotary_dim, frequencies)"""
-    real = number("base", base)
-    if scaling is None:
-        dim = _rotary_dim(rotary_dim, width)
-        found = plain_frequencies(real, dim)
-    else:
-        rules = read_scaling(scaling)
-        if rules.base is not None and real not in (DEFAULT_BASE, rules.base):
+def _settled(width: int, base: Any, rotary_dim: Any, scaling: Any) -> tuple[float, int, Scaling]:
+    """(base, rotary_dim, scaling), of which the last one may give the others."""
+    real, rules = finite(NAME, "base", base), read_scaling(scaling)
+    if rules.base is not None:
+        if real not in (DEFAULT_BASE, rules.base):
             raise ValueError(
-                f"rotary_embedding: base is {real} and scaling['rope_theta'] is {rules.base}; leave out one of the two"
+                f"{NAME}: base is {real} and scaling['rope_theta'] is {rules.base}; leave out one of the two"
             )
-        dim = _rotary_dim(rotary_dim, width, rules.rotary_fraction)
-        found = scaled_frequencies(rules, real if rules.base is None else rules.base, dim, places.largest + 1)
+        real = rules.base
+    return real, _rotary_dim(rotary_dim, width, rules.rotary_fraction), rules
+
+
+def _turn_by_angle(
+    width: int, places: Places, base: Any, rotary_dim: Any, scaling: Any, interleaved: bool, inverse: bool
+) -> Turn:
+    real, dim, rules = _settled(width, base, rotary_dim, scaling)
+    found = frequencies(rules, real, dim, places.largest + 1)
     reach = max(abs(places.smallest), abs(places.largest)) if places.smallest <= places.largest else 0
     if found.largest * max(reach, 1) > _QUARTERS:
         raise ValueError(
-            f"rotary_embedding: base is {real}, with which positions up to {reach} turn by more than 2**50 radians; "
+            f"{NAME}: base is {real}, with which positions up to {reach} turn by more than 2**50 radians; "
             "use a larger base or smaller positions"
         )
-    return dim, found
-
-
-def _turn(
-    width: int, places: Places, base: Any, rotary_dim: Any, interleaved: bool, scaling: Any, cos: Any, sin: Any,
-    inverse: bool,
-) -> tuple[Turn, Places]:  # fmt: skip
-    sign = -1.0 if inverse else 1.0
-    if cos is None and sin is None:
-        dim, found = _frequencies(base, rotary_dim, scaling, width, places)
-        factor = 1.0 / found.attention_factor if inverse else found.attention_factor
-        return Turn(dim // 2, interleaved, found.high, found.low, None, None, factor, sign * factor), places
-    if scaling is not None or not (isinstance(base, (int, float)) and base == DEFAULT_BASE):
-        name = "scaling" if scaling is not None else "base"
-        raise ValueError(
-            f"rotary_embedding: {name} is given with cos and sin; tables hold the angles already, so leave {name} out"
-        )
-    dim = _rotary_dim(rotary_dim, width)
-    cosines, sines, places = _from_tables(cos, sin, dim, places, inverse)
-    return Turn(dim // 2, interleaved, None, None, cosines, sines, 1.0, sign), places
+    factor = 1.0 / found.attention_factor if inverse else found.attention_factor
+    return Turn(dim // 2, interleaved, found.high, found.low, None, None, factor, -factor if inverse else factor)
 
 
 # ---- memory ----
 
 
-def _rounded(array: Array, dtype: np.dtype[Any]) -> Array:
-    """float64 to half precision, rounded once. Casts to bfloat16 go through float32, so that comes first, rounded to
-    odd: a last bit that is set wherever something was lost keeps the second rounding from seeing a tie."""
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        if dtype == np.float16:
-            return array.astype(dtype)
-        single = array.astype(np.float32)
-        bits = single.view(np.uint32)
-        bits -= np.abs(single) > np.abs(array)  # towards zero
-        bits |= single != array
-        return single.astype(dtype)
-
-
-def _same_memory(a: Array, b: Array) -> bool:
-    return a.ctypes.data == b.ctypes.data and a.strides == b.strides and a.dtype == b.dtype
-
-
 def _four_axes(array: Array) -> Array:
     """(B, H, L, D), a view where strides allow it."""
-    if array.ndim == 4:
-        return array
-    if array.ndim < 4:
-        return array[(None,) * (4 - array.ndim)]
-    return array.reshape(-1, *array.shape[-3:])
+    return array[(None,) * (4 - array.ndim)] if array.ndim <= 4 else array.reshape(-1, *array.shape[-3:])
 
 
 def _apart(x: Array, out: Array) -> Array:
     """x, or a copy of it if it shares memory with out other than element by element."""
-    return x if x is out or not np.may_share_memory(x, out) or _same_memory(x, out) else x.copy()
+    if x is out or not np.may_share_memory(x, out):
+        return x
+    same = x.ctypes.data == out.ctypes.data and x.strides == out.strides and x.dtype == out.dtype
+    return x if same else x.copy()
 
 
 def _rotate_half(x: Array, out: Array, run: Callable[..., None], turn: Turn, places: Places, threads: int) -> None:
@@ -288,57 +214,62 @@ def _rotate_half(x: Array, out: Array, run: Callable[..., None], turn: Turn, pla
             at = places.array
             if at is not None:
                 at = np.ascontiguousarray(at[slice(0, 1) if len(at) == 1 else cut[0], cut[2]])
-            run(chunk, chunk, *turn[:2], at, places.first + start, *turn[2:], threads)
-            out[cut] = _rounded(chunk, out.dtype)
+            run(chunk, chunk, turn, at, places.first + start, threads)
+            out[cut] = rounded(chunk, out.dtype, overflow="ignore")
 
 
 def _rotate(x: Array, out: Array, compute: np.dtype[Any], turn: Turn, places: Places) -> None:
     """Non-empty x turned into out, both of any layout; out has the dtype of the result."""
-    core, threads = config.core(), config.threads_for(None, "rotary_embedding")
-    run: Callable[..., None] = core.rotate if core is not None else twin_angles.rotate
+    run: Callable[..., None] = (backend.active or twin_angles).rotate
+    threads = threads_for(None, NAME)
     plain = x.ndim == 4 and out.dtype is x.dtype is compute and x.flags.c_contiguous and out.flags.c_contiguous
     if plain and x.flags.aligned and out.flags.aligned and (x is out or not np.may_share_memory(x, out)):
         # One token of 32 heads takes less than the questions below.
-        run(x, out, *turn[:2], places.array, places.first, *turn[2:], threads)
+        run(x, out, turn, places.array, places.first, threads)
         return
     target = _four_axes(out)
-    if not np.may_share_memory(target, out):  # more than four axes that do not fold
+    last_contiguous = target.shape[-1] == 1 or target.strides[-1] == target.itemsize
+    # More than four axes need not fold into a view.
+    direct = np.may_share_memory(target, out) and target.flags.aligned and last_contiguous
+    if not direct:
         target = np.empty(target.shape, out.dtype)
-    if out.dtype not in (np.float32, np.float64):
-        _rotate_half(_four_axes(_apart(x, out)), target, run, turn, places, threads)
+    if out.dtype in (np.float32, np.float64):
+        run(_four_axes(_apart(ready(x, compute), out)), target, turn, places.array, places.first, threads)
     else:
-        given = _four_axes(_apart(ready(x, compute), out))
-        aligned = target.flags.aligned and (target.shape[-1] == 1 or target.strides[-1] == target.itemsize)
-        direct = target if aligned else np.empty(target.shape, compute)
-        run(ready(given, compute), direct, *turn[:2], places.array, places.first, *turn[2:], threads)
-        if direct is not target:
-            target[...] = direct
-    if not np.may_share_memory(target, out):
+        _rotate_half(_four_axes(_apart(x, out)), target, run, turn, places, threads)
+    if not direct:
         out[...] = target.reshape(out.shape)
 
 
-# ---- the function ----
-
-
 def rotary_embedding(
-    x: ArrayLike, positions: ArrayLike | None = None, *, base: float = DEFAULT_BASE, rotary_dim: int | None = None,
-    interleaved: bool = False, scaling: Mapping[str, Any] | None = None, cos: ArrayLike | None = None,
-    sin: ArrayLike | None = None, inverse: bool = False, out: Array | None = None,
-) -> Array:  # fmt: skip
+    x: ArrayLike,
+    positions: ArrayLike | None = None,
+    *,
+    base: float = DEFAULT_BASE,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    scaling: Mapping[str, Any] | None = None,
+    cos: ArrayLike | None = None,
+    sin: ArrayLike | None = None,
+    inverse: bool = False,
+    out: Array | None = None,
+) -> Array:
     """Rotary position embedding: each pair of elements of a row is turned by an angle proportional to its position.
 
     With angle = position * base**(-2i / rotary_dim) a pair (a, b) becomes
     ``(a cos(angle) - b sin(angle), b cos(angle) + a sin(angle))``, so that the product of a query at m and a key at n
-    depends on m - n only. Angles have twice the digits of float64, the arithmetic is float64 and rounded once.
+    depends on m - n only. Angles have twice the digits of float64, the arithmetic is float64 and rounded once. The bits
+    of a row depend on its values and its position, and on nothing else (batch, L, layout, threads, AVX2 or AVX-512);
+    with dynamic and longrope also on the length. Formula: Su et al., "RoFormer", 2021, section 3.4.2; of the scaling:
+    Peng et al., "YaRN", 2023; Ding et al., "LongRoPE", 2024; Grattafiori et al., "The Llama 3 Herd", 2024.
 
     Parameters
     ----------
     x : array_like, shape (..., H, L, D) or (L, D)
-        Queries or keys, one row per token. float32 and float64 keep their dtype, float16 and bfloat16 are computed in
-        float64 and rounded once, integers give float64.
+        Queries or keys, one row per token. float64, float32, float16 and bfloat16 are kept, integers give float64.
     positions : None, int or array_like of int, shape (L,) or (..., L), optional
-        Positions of the rows: 0, 1, ... (None), from this one on (int), these (L,), or these for each batch item: the
-        axes before L broadcast to those of x before H. Any order, negative ones too, within -2**50 and 2**50.
+        0, 1, ... (None), from this one on (int), these, or these for each batch item: the axes before L broadcast to
+        those of x before H. Any order, negative ones too, within -2**50 and 2**50.
     base : float, optional
         The first pair turns by one radian per position, the last ones by nearly 1 / base. Finite and positive.
     rotary_dim : int, optional
@@ -353,9 +284,9 @@ def rotary_embedding(
     cos, sin : array_like of float, shape (n, rotary_dim / 2), optional
         Tables of the caller, row = position, instead of base and scaling. They need not be a rotation.
     inverse : bool, optional
-        Undo the embedding of the same arguments. Where cos**2 + sin**2 = 1 (always without tables and without an
-        attention factor) that is the transpose, and thus the gradient: applied to the gradient of the result it gives
-        that of x. Otherwise it divides by cos**2 + sin**2, which the gradient does not.
+        Undo the embedding of the same arguments. Where cos**2 + sin**2 = 1 (always without tables and attention
+        factor) that is the transpose: it turns the gradient of the result into that of x. Otherwise it divides by
+        cos**2 + sin**2, which the gradient does not.
     out : ndarray, shape of x, optional
         Array of the result's dtype with any strides to write into. ``out=x`` works in place.
 
@@ -374,48 +305,46 @@ def rotary_embedding(
     IndexError
         A position without a row in the tables. As with every error, nothing has been written then.
 
-    Notes
-    -----
-    The bits of a row depend on its values and its position, and on nothing else (batch, L, layout, threads, AVX2 or
-    AVX-512); with dynamic and longrope also on the length. Formula: Su et al., "RoFormer", 2021, section 3.4.2; of the
-    scaling: Peng et al., "YaRN", 2023; Ding et al., "LongRoPE", 2024; Grattafiori et al., "The Llama 3 Herd", 2024.
-
     Examples
     --------
     >>> import numpy as np
     >>> from attentile import rotary_embedding
-    >>> q = np.ones((1, 2, 3, 4), dtype=np.float32)  # batch 1, 2 heads, 3 tokens, width 4
-    >>> rotary_embedding(q, 10).shape  # tokens at positions 10, 11, 12
-    (1, 2, 3, 4)
     >>> rotary_embedding([[1.0, 0.0]], [1]).round(4)
     array([[0.5403, 0.8415]])
+    >>> q = np.ones((1, 2, 3, 4), dtype=np.float32)  # batch 1, 2 heads, 3 tokens, width 4
     >>> yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
-    >>> np.allclose(rotary_embedding(rotary_embedding(q, scaling=yarn), scaling=yarn, inverse=True), q)
+    >>> turned = rotary_embedding(q, 10, scaling=yarn)  # tokens at positions 10, 11, 12
+    >>> np.allclose(rotary_embedding(turned, 10, scaling=yarn, inverse=True), q)
     True
     """
-    array = as_array("rotary_embedding", "x", x)
+    array = as_array(NAME, "x", x)
     if array.ndim < 2:
-        raise ValueError(f"rotary_embedding: x has shape {array.shape}; it needs at least two axes, (L, D)")
+        raise ValueError(f"{NAME}: x has shape {array.shape}; it needs at least two axes, (L, D)")
     compute = dtype = array.dtype
     if dtype is not _FLOAT32 and dtype is not _FLOAT64:
-        compute, dtype = promoted("rotary_embedding", array)
-    paired, back = flag("interleaved", interleaved), flag("inverse", inverse)
-    places = _places(positions, array.shape[:-3], array.shape[-2])
-    turn, places = _turn(array.shape[-1], places, base, rotary_dim, paired, scaling, cos, sin, back)
+        compute, dtype = promoted(NAME, array)
+    paired, back = flag(NAME, "interleaved", interleaved), flag(NAME, "inverse", inverse)
+    places, width = places_of(positions, array.shape[:-3], array.shape[-2]), array.shape[-1]
+    if cos is None and sin is None:
+        turn = _turn_by_angle(width, places, base, rotary_dim, scaling, paired, back)
+    else:
+        if scaling is not None or not (isinstance(base, (int, float)) and base == DEFAULT_BASE):
+            also = "scaling" if scaling is not None else "base"
+            raise ValueError(
+                f"{NAME}: {also} is given with cos and sin; tables hold the angles already, so leave {also} out"
+            )
+        turn, places = _turn_by_table(width, places, rotary_dim, cos, sin, paired, back)
     if out is None:
         out = np.empty(array.shape, dtype)
     else:
-        check_out("rotary_embedding", out, array.shape, dtype)
+        check_out(NAME, out, array.shape, dtype)
         if turn.cosines is not None and turn.sines is not None:
             turn = turn._replace(cosines=_not_in(out, turn.cosines), sines=_not_in(out, turn.sines))
-        places = places if places.array is None else places._replace(array=_not_in(out, places.array))
+        if places.array is not None:
+            places = places._replace(array=_not_in(out, places.array))
     if out.size:
         _rotate(array, out, compute, turn, places)
     return out
-
-
-# Those that say how to rotate, in order, for who keeps them: KVCache and MultiHeadAttention.
-ROTARY_OPTIONS = tuple(name for name in rotary_embedding.__kwdefaults__ or () if name not in ("inverse", "out"))
 
 
 def _not_in(out: Array, table: Array) -> Array:
@@ -423,56 +352,8 @@ def _not_in(out: Array, table: Array) -> Array:
     return table.copy() if np.may_share_memory(out, table) else table
 
 
-def rotate_items(
-    x: Array, positions: Any, options: Mapping[str, Any], out: Array | None = None, lengths: Array | None = None
-) -> Array:
-    """rotary_embedding with the options of a cache or a layer, where no batch item may change the result of another.
-
-    Frequencies that depend on the length are those of each item's own positions, or of its entry in lengths if that is
-    larger. Items that have the same ones share a call, and without such frequencies there is one call.
-    """
-    scaling = options.get("scaling")
-    if scaling is None or np.ndim(positions) < 2 or not x.size or not depends_on_length(scaling):
-        return rotary_embedding(x, positions, **options, out=out)
-    items, rules = x.reshape(-1, *x.shape[-3:]), read_scaling(scaling)
-    given = _places(positions, x.shape[:-3], x.shape[-2]).array
-    at = np.broadcast_to(given if given is not None else 0, (len(items), x.shape[-2]))
-    reached = at.max(axis=1) + 1
-    wanted = reached if lengths is None else np.maximum(reached, lengths)
-    counted = np.array([counted_length(rules, length) for length in wanted.tolist()])
-    turned = np.empty_like(items)
-    for kind in np.unique(counted):
-        group = np.flatnonzero(counted == kind)
-        part, places = items[group], at[group]
-        if (reached[group] < wanted[group]).any():  # one more row, at the end of the item, makes the call that long
-            part = np.concatenate([part, part[:, :, -1:]], axis=2)
-            places = np.concatenate([places, wanted[group, None] - 1], axis=1)
-        turned[group] = rotary_embedding(part, places, **options)[:, :, : x.shape[-2]]
-    if out is None:
-        return turned.reshape(x.shape)
-    out[...] = turned.reshape(x.shape)
-    return out
-
-
-def _settled(options: Mapping[str, Any], width: int) -> tuple[Any, ...]:
-    """What the options of rotary_embedding, which it has checked with rows of this width, say with defaults filled in.
-
-    The tables are last.
-    """
-    base, fraction, scaling = number("base", options.get("base", DEFAULT_BASE)), None, None
-    if options.get("scaling") is not None:
-        rules = read_scaling(options["scaling"])
-        base, fraction = base if rules.base is None else rules.base, rules.rotary_fraction
-        scaling = (rules.kind, rules.values) if rules.kind != "default" else None
-    dim = _rotary_dim(options.get("rotary_dim"), width, fraction)
-    return base, dim, bool(options.get("interleaved", False)), scaling, options.get("cos"), options.get("sin")
-
-
-def same_rotation(one: Mapping[str, Any], other: Mapping[str, Any], width: int) -> bool:
-    """Whether both turn rows of this width alike, by their options with defaults filled in."""
-    *plain, cos, sin = _settled(one, width)
-    *others, cos_too, sin_too = _settled(other, width)
-    pairs = ((cos, cos_too), (sin, sin_too))
-    return plain == others and all(
-        a is b or (a is not None and b is not None and np.array_equal(a, b)) for a, b in pairs
-    )
+def settled_options(options: Mapping[str, Any], width: int) -> tuple[Any, ...]:
+    """What the options of rotary_embedding say for rows of this width, defaults filled in; the tables are last."""
+    get = options.get
+    base, dim, rules = _settled(width, get("base", DEFAULT_BASE), get("rotary_dim"), get("scaling"))
+    return base, dim, bool(get("interleaved", False)), rules.kind, rules.values, get("cos"), get("sin")

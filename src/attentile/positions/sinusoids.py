@@ -2,70 +2,32 @@
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
-from numbers import Real
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from ..arguments import index
-from ..call import check_out
+from ..arguments import check_out, finite, integer
 from ..core import twin_angles
-from ..runtime import config
+from ..runtime import backend
+from ..storage import rounded
 
 Array = NDArray[Any]
 
-_DTYPES: tuple[type, ...] = (np.float16, np.float32, np.float64)
+_NAME = "positional_encoding"  # in errors
 _LARGEST_ANGLE = 2**50  # radians: the kernels take the quarter turns modulo 4 from float64 numbers below 2**51
-
-
-def _integer(name: str, value: Any, function: str = "positional_encoding") -> int:
-    try:
-        return index(value)
-    except TypeError:
-        raise TypeError(f"{function}: {name} is {value!r}; it must be an integer (int() converts it)") from None
-
-
-def _base(base: Any) -> float:
-    if not isinstance(base, Real):
-        raise TypeError(f"positional_encoding: base is {base!r}; it must be a real number (float() converts it)")
-    try:
-        number = float(base)
-    except OverflowError:
-        number = math.inf
-    if not (math.isfinite(number) and number > 0):
-        raise ValueError(f"positional_encoding: base is {base!r}; it must be finite and positive, as 10000.0 is")
-    return number
-
-
-def _check_angles(base: float, first: int, end: int) -> None:
-    """Refuses positions whose angles would be too large to keep their digits."""
-    reach = max(abs(first), abs(end))
-    if reach > _LARGEST_ANGLE:
-        raise ValueError(
-            f"positional_encoding: the positions from offset={first} to offset + seq_len = {end} must stay within "
-            "-2**50 and 2**50; use a smaller offset"
-        )
-    if max(reach, 1) > base * _LARGEST_ANGLE:
-        raise ValueError(
-            f"positional_encoding: base is {base!r}, with which positions up to {reach} turn by {reach / base:.3g} "
-            "radians; no angle may exceed 2**50, so use a larger base"
-        )
 
 
 def _dtype(dtype: DTypeLike) -> np.dtype[Any]:
     try:
         found = np.dtype(dtype)
+        if found in (np.float64, np.float32, np.float16):
+            return found
+        shown = str(found)
     except TypeError:
-        found = None
-    if found not in _DTYPES:
-        shown = found if found is not None else repr(dtype)
-        raise TypeError(
-            f"positional_encoding: dtype is {shown}; it must be float64, float32 or float16 (.astype() makes others)"
-        )
-    return np.dtype(found)
+        shown = repr(dtype)
+    raise TypeError(f"{_NAME}: dtype is {shown}; it must be float64, float32 or float16 (.astype() makes others)")
 
 
 @lru_cache(maxsize=64)
@@ -77,11 +39,6 @@ def _ratio(base: float, d_model: int) -> tuple[float, float]:
     ratio = context.power(decimal.Decimal(base), context.divide(decimal.Decimal(-2), decimal.Decimal(d_model)))
     high = float(ratio)
     return high, float(context.subtract(ratio, decimal.Decimal(high)))
-
-
-def _in_place(out: Array) -> bool:
-    """Whether the compiled core can write here: float32 or float64, aligned, last axis contiguous."""
-    return out.dtype != np.float16 and out.flags.aligned and out.strides[1] == out.itemsize
 
 
 def positional_encoding(
@@ -96,42 +53,36 @@ def positional_encoding(
     """Sinusoidal positional encoding.
 
     With pos = offset + row, column 2i is ``sin(pos * base**(-2i / d_model))`` and column 2i+1 the cosine of the same
-    angle. An odd d_model ends with a sine. Angles have twice the digits of float64: a value is within 4.5e-16 (2 ULP of
-    1.0) of the formula's up to position 2**40, where ``np.sin(pos * frequency)`` is off by 1e-10 at position 10**6
-    already. A row depends on its position alone, bit for bit, however a sequence is cut into calls.
+    angle; an odd d_model ends with a sine. Angles have twice the digits of float64: up to position 2**40 a value is
+    within 4.5e-16 (2 ULP of 1.0) of the formula's, from which plain float64 is off by 1e-10 at position 10**6 already.
+    The bits of a row depend on its position alone. Formula: Vaswani et al., "Attention Is All You Need", 2017,
+    section 3.5.
 
     Parameters
     ----------
-    seq_len : int
-        Number of rows; may be 0.
-    d_model : int
-        Number of columns, at least 1, odd or even.
+    seq_len, d_model : int
+        Numbers of rows, which may be 0, and of columns, at least 1, odd or even.
     base : float, optional
         The wavelengths run from 2 pi to base * 2 pi positions. Finite and positive.
     offset : int, optional
         Position of the first row; may be negative. Positions lie within -2**50 and 2**50.
     dtype : dtype, optional
         float64 (default), float32 or float16; the latter two are the float64 result rounded once.
-    out : ndarray (seq_len, d_model), optional
+    out : ndarray, shape (seq_len, d_model), optional
         Array of this dtype with any strides to write into. Fresh memory can cost more than the computation.
 
     Returns
     -------
-    ndarray (seq_len, d_model)
+    ndarray, shape (seq_len, d_model)
         The encoding, each value in [-1, 1]; `out` if it was given.
 
     Raises
     ------
     TypeError
-        If seq_len, d_model or offset is not an integer, base not a number, dtype not one of the three, or out not an
-        array.
+        If seq_len, d_model or offset is not an integer, base not a number, dtype another one, or out not an array.
     ValueError
         If a number is out of its range, or out has another shape or dtype, is read-only or overlaps itself. Nothing has
         been written then.
-
-    Notes
-    -----
-    Formula: Vaswani et al., "Attention Is All You Need", 2017, section 3.5.
 
     Examples
     --------
@@ -141,28 +92,32 @@ def positional_encoding(
            [ 0.841,  0.54 ,  0.025,  1.   ,  0.001],
            [ 0.909, -0.416,  0.05 ,  0.999,  0.001]])
     """
-    rows, width, first = _integer("seq_len", seq_len), _integer("d_model", d_model), _integer("offset", offset)
-    if rows < 0:
-        raise ValueError(f"positional_encoding: seq_len is {rows}; it must be 0 or a positive integer")
-    if width < 1:
-        raise ValueError(f"positional_encoding: d_model is {width}; it must be a positive integer")
-    number = _base(base)
-    _check_angles(number, first, first + rows)
+    rows = integer(_NAME, "seq_len", seq_len, 0, otherwise="0 or a positive integer")
+    width = integer(_NAME, "d_model", d_model, 1, otherwise="a positive integer")
+    first = integer(_NAME, "offset", offset)
+    number = finite(_NAME, "base", base, hint=", as 10000.0 is")
+    end = first + rows
+    reach = max(abs(first), abs(end))
+    if reach > _LARGEST_ANGLE:
+        raise ValueError(
+            f"{_NAME}: the positions from offset={first} to offset + seq_len = {end} must stay within "
+            "-2**50 and 2**50; use a smaller offset"
+        )
+    if max(reach, 1) > number * _LARGEST_ANGLE:
+        raise ValueError(
+            f"{_NAME}: base is {number!r}, with which positions up to {reach} turn by {reach / number:.3g} "
+            "radians; no angle may exceed 2**50, so use a larger base"
+        )
     kind = _dtype(dtype)
     if out is None:
         out = np.empty((rows, width), kind)
     else:
-        check_out("positional_encoding", out, (rows, width), kind)
+        check_out(_NAME, out, (rows, width), kind)
     if rows == 0:
         return out
-
-    ratio, core = _ratio(number, width), config.core()
-    if core is None:
-        out[...] = twin_angles.positional_encoding(rows, width, first, ratio, kind)
-    elif _in_place(out):
-        core.encode(out, float(first), *ratio)
-    else:
-        whole = np.empty((rows, width), np.float32 if kind == np.float32 else np.float64)
-        core.encode(whole, float(first), *ratio)
-        out[...] = whole
+    direct = kind != np.float16 and out.flags.aligned and out.strides[1] == out.itemsize  # the core can write into it
+    whole = out if direct else np.empty((rows, width), np.float32 if kind == np.float32 else np.float64)
+    (backend.active or twin_angles).encode(whole, float(first), *_ratio(number, width))
+    if not direct:
+        out[...] = rounded(whole, kind)
     return out

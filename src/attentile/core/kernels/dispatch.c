@@ -1,5 +1,5 @@
 /* Which ISAs this build has, and which of them this processor and operating system can run. The list is ordered best
- * first; the choice itself (first supported, or the forced one) is made in runtime/config.py, where it can be
+ * first; the choice itself (first supported, or the forced one) is made in runtime/backend.py, where it can be
  * explained. */
 #include "kernels.h"
 

@@ -18,6 +18,11 @@
  * the keys of a chunk of AT_CHUNK keys at absolute indices; chunks merge left to right. An excluded key adds an
  * exact 0 to each chain. ISAs with FMA therefore give equal bits; `generic` (no FMA) is within rounding of them.
  *
+ * UNFINISHED ROWS. What a row knows of the keys so far is m, l and o: with t = score * log2(e), m = max t, l = sum of
+ * exp2(t - m) and o = sum of exp2(t - m) * value; m = -inf, l = 0, o = 0 without a key. Chunks are merged into exactly
+ * this, so a row that goes on from what it knew after key AT_CHUNK * n runs the chain of one call over all keys, with its
+ * bits. A sink is applied when the row is finished. In Python this is Partial (partial.py).
+ *
  * ASSUMPTIONS, checked in Python and Cython, never here: sizes are positive unless said otherwise; scratch pointers
  * (qt, st, ot and the per-lane vectors) are aligned to AT_ALIGN and hold whole vectors; row pointers are aligned
  * to their element; the last axis of a row is contiguous unless a stride is given. Strides are in bytes.
@@ -246,6 +251,9 @@ int at_isa_count(void);             /* every ISA of this build, best first */
 const at_isa* at_isa_at(int index); /* NULL if this build lacks it */
 int at_isa_supported(int index);    /* this processor and operating system can run it */
 
+/* idle.c. Tiles of the same element size and lanes that do nothing: those for scores, the others are NULL. */
+at_tiles at_idle_like(const at_tiles* tiles);
+
 /* pool.c. task(job, index, slot): index < tasks, slot < threads names the scratch of the running thread. */
 typedef void (*at_task)(void* job, ptrdiff_t index, int slot);
 void at_pool_run(at_task task, void* job, ptrdiff_t tasks, int threads);
@@ -259,6 +267,12 @@ double at_exp2(double x);
 /* bits.c. words[w][n] from booleans: bit j of row r is rows[r][j * key_stride] != 0. */
 void at_mask_words(uint32_t* words, const char* const* rows, ptrdiff_t key_stride, ptrdiff_t n_rows, ptrdiff_t pitch,
                    ptrdiff_t keys);
+
+/* halves.c. float16 and bfloat16: exact to float, rounded once from it, to nearest even. n >= 0. */
+void at_widen_f16(float* to, const uint16_t* from, ptrdiff_t n);
+void at_widen_bf16(float* to, const uint16_t* from, ptrdiff_t n);
+void at_narrow_f16(uint16_t* to, const float* from, ptrdiff_t n);
+void at_narrow_bf16(uint16_t* to, const float* from, ptrdiff_t n);
 
 /* 1 if the keys that a row allows, row[j * key_stride] != 0 for j < keys, are one run: lo <= j < hi, or 0, 0 for none.
  * Else 0, and lo and hi stay as they are. keys >= 0. */

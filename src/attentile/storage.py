@@ -1,0 +1,84 @@
+"""Dtypes and memory: in what a call computes, what its result is, and arrays brought to either."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+_NATIVE = ({np.dtype(np.float64)}, {np.dtype(np.float32)})
+
+
+def is_floating(dtype: np.dtype[Any]) -> bool:
+    """NumPy's own floating types, and bfloat16, which is of no kind that NumPy knows."""
+    return dtype.kind == "f" or dtype.name == "bfloat16"
+
+
+def _computed_in(dtype: np.dtype[Any], function: str) -> np.dtype[Any]:
+    """The dtype of the arithmetic for this (promoted) input dtype."""
+    dtype = dtype.newbyteorder("=")
+    if dtype in (np.float32, np.float64):
+        return np.dtype(dtype.type)  # NumPy's own object, by which the core knows it
+    if dtype == np.float16 or dtype.name == "bfloat16":
+        return np.dtype(np.float32)
+    if dtype.kind in "iub":
+        return np.dtype(np.float64)
+    raise TypeError(
+        f"{function}: an array has dtype {dtype}; supported are float64, float32, float16, bfloat16, integers and bool"
+    )
+
+
+def promoted(function: str, *arrays: Array) -> tuple[np.dtype[Any], np.dtype[Any]]:
+    """(dtype of the arithmetic, dtype of the result) for arrays that are used together."""
+    given = {array.dtype for array in arrays}
+    if given in _NATIVE:  # most calls; in a small one the rules below take longer than a product
+        dtype = np.dtype(arrays[0].dtype.type)
+        return dtype, dtype
+    for array in arrays:
+        _computed_in(array.dtype, function)
+    try:
+        dtype = np.result_type(*arrays)
+    except TypeError:
+        dtypes = ", ".join(sorted({str(array.dtype) for array in arrays}))
+        raise TypeError(f"{function}: NumPy has no common dtype of {dtypes}; convert with .astype()") from None
+    compute = _computed_in(dtype, function)
+    return compute, compute if dtype.kind in "iub" else dtype.newbyteorder("=")
+
+
+def rounded(array: Array, dtype: np.dtype[Any], overflow: Literal["ignore"] | None = None) -> Array:
+    """The array in this dtype, rounded once; itself if it has it. Small numbers become subnormal or 0 without a word.
+
+    That is what rounding to a dtype means, whatever np.seterr() says about the program around; only a finite number
+    that becomes Inf is NumPy's to report, unless `overflow` is to be ignored.
+    """
+    if array.dtype == dtype:
+        return array
+    with np.errstate(over=overflow, under="ignore", invalid="ignore"):
+        if array.dtype == np.float64 and dtype.name == "bfloat16":
+            # Casts go through float32, so that comes first, rounded to odd: a last bit that is set wherever something
+            # was lost keeps the second rounding from seeing a tie.
+            single = array.astype(np.float32)
+            bits = single.view(np.uint32)
+            bits -= np.abs(single) > np.abs(array)  # towards zero
+            bits |= single != array
+            return single.astype(dtype)
+        return array.astype(dtype)
+
+
+def native(array: Array, dtype: np.dtype[Any]) -> Array:
+    """The array in this dtype, in the machine's byte order and aligned: itself whenever it already is."""
+    array = rounded(array, dtype)
+    if not array.flags.aligned:
+        array = array.copy(order="C")
+    return array if array.dtype is dtype else array.view(dtype)
+
+
+def ready(array: Array, dtype: np.dtype[Any]) -> Array:
+    """The same with the last axis contiguous."""
+    array = native(array, dtype)
+    if array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
+        array = array.copy(order="C")
+    return array
