@@ -156,6 +156,18 @@ def test_rows_without_a_key_are_the_identity(impl):
         assert_allclose(rest.lse, whole.lse, rtol=1e-6)
 
 
+def test_rows_without_an_axis_of_heads(impl):
+    q, k, v = (x[0, 0] for x in arrays(3))
+    whole = attention(q, k, v, sinks=[0.5], return_lse=True)
+    first = attention_partial(q, k[:256], v[:256])
+    assert first.o.shape == (3, VALUES)
+    for rest in (slice(256, None), slice(0, 0)):
+        before = first if rest.stop is None else attention_partial(q, k[256:], v[256:], before=first)
+        found = attention(q, k[rest], v[rest], before=before, sinks=[0.5], return_lse=True)
+        assert_allclose(found.out, whole.out, rtol=2e-5, atol=2e-6)
+        assert_allclose(found.lse, whole.lse, rtol=1e-6)
+
+
 def test_values_of_no_width(impl):
     q, k, v = arrays(3)
     part = attention_partial(q, k[:, :, :256], v[:, :, :256, :0])

@@ -112,8 +112,9 @@ class Outputs:
         if self.out is not None:
             self.out[...] = before.out
             if scores.sinks is not None and self.out.size:
+                sinks = scores.sinks if scores.drop else scores.sinks[:, None]
                 with np.errstate(all="ignore"):
-                    sink = np.exp2(scores.sinks[:, None] * LOG2E - before.m)
+                    sink = np.exp2(sinks * LOG2E - before.m)
                     self.out *= np.where(before.l == 0, 1, before.l / (before.l + sink))[..., None]
 
     def finished(self) -> Array | AttentionResult:
