@@ -256,6 +256,23 @@ def test_a_cache_and_python_agree_on_every_call(compiled):
     assert refused > 50
 
 
+@pytest.mark.parametrize("window", [(None, None), None])
+def test_an_unlimited_window_places_the_rows_of_a_cache(impl, window):
+    """It limits nothing, and q_start goes with it all the same: in every way that a call can take."""
+    x = normal(2, 1, 6, 4)
+    cache = KVCache(2, 1, 4)
+    cache.append(x, x)
+    q, options = x[:, :, :2], {"causal": False, "window": window}
+    wanted = attention(q, x, x)
+    assert_array_equal(cache.attend(q, **options), wanted)
+    ids = (np.zeros((2, 2), int), np.zeros((2, 6), int))
+    assert_array_equal(cache.attend(q, segments=ids, **options), wanted)
+    half = q.astype(np.float16)
+    assert_array_equal(cache.attend(half, **options), attention(half.astype(np.float32), x, x))
+    if window is not None:
+        assert_array_equal(cache.attend(q, q_start=0, **options), wanted)
+
+
 def test_checked_values_are_taken_by_the_core(compiled):
     """Options as scores.py settles them pass the check again."""
     q, k, v = normal(2, 4, 6, 8), normal(2, 2, 6, 8), normal(2, 2, 6, 8)

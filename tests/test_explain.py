@@ -463,3 +463,12 @@ def test_a_picture(tmp_path, kind):
     file = tmp_path / f"x.{kind}"
     assert draw_mask(queries=300, keys=2000, causal="lower_right", file=file)
     assert file.stat().st_size > 1000
+
+
+@pytest.mark.parametrize("shape", [(7,), (1, 1, 7), (2, 1, 1, 7)])
+def test_one_row_of_a_mask_stands_for_all(impl, shape):
+    """A run of keys that does not start at the first one, the same for all rows: IndexError."""
+    q, k, v = np.ones((2, 4, 5, 8)), np.ones((2, 4, 7, 8)), np.ones((2, 4, 7, 3))
+    mask = np.broadcast_to((np.arange(7) >= 2) & (np.arange(7) < 4), shape)
+    report = explain(q, k, v, mask=mask)
+    assert report.useful_flops == 2 * 4 * 5 * 2 * 2 * (8 + 3)

@@ -188,7 +188,7 @@ def test_half_precision_is_computed_in_float32(impl):
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"before": (1, 2, 3)}, TypeError, r"^attention: before is a tuple; it must be a Partial"),
+        ({"before": tuple}, TypeError, r"^attention: before is a tuple; it must be a Partial"),
         ({"m": np.zeros((2, HEADS, 4), np.float32)}, ValueError, r"^attention: before\.m has shape \(2, 6, 4\)"),
         ({"o": np.zeros((2, HEADS, 3, 1), np.float32)}, ValueError, r"^attention: before\.o has shape \(2, 6, 3, 1\)"),
         (
@@ -201,7 +201,7 @@ def test_half_precision_is_computed_in_float32(impl):
 def test_parts_that_do_not_fit_are_refused(impl, change, error, words):
     q, k, v = arrays(3)
     before = attention_partial(q, k, v)
-    before = change["before"] if "before" in change else before._replace(**change)
+    before = tuple(before) if "before" in change else before._replace(**change)
     with pytest.raises(error, match=words):
         attention(q, k, v, before=before)
 

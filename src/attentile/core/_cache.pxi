@@ -273,7 +273,7 @@ cdef int place_in_cache(Call *call, CacheView view) except -1:
     if structure.prefixes.data != NULL and not structure.causal:
         return 0
     if call.placed:
-        asked = structure.causal or call.limited or view.left >= 0 or job.slopes != NULL or view.rotary
+        asked = structure.causal or call.windowed or view.left >= 0 or job.slopes != NULL or view.rotary
         if call.causal > PLAIN or not asked:
             return 0
     elif call.causal == PLAIN and job.queries != job.keys:

@@ -10,6 +10,7 @@
 # which a call meets them, and in Python only as the text of an error. Nothing is written before everything was taken.
 #
 # What a pass reads without the GIL can't change under it: arrays of numbers and integers are copied, as they are small.
+# (The lengths of a cache are not: whoever changes a cache while it attends is told not to.)
 #
 # Included by _core.pyx after _arrays.pxi, _pass.pxi, _few.pxi and _stats.pxi.
 
@@ -396,7 +397,7 @@ cdef int take_before(Call *call, value) except -1:
     cdef Py_ssize_t part
     cdef Py_buffer *view
     cdef Partial *before = &call.job.before
-    if not isinstance(value, tuple) or len(<tuple> value) != 3:
+    if not isinstance(value, tuple) or getattr(value, "_fields", None) != ("m", "l", "o"):
         return 0
     for part in range(3):
         view = borrow_result(call, (<tuple> value)[part], call.job.value_width if part == 2 else -1)

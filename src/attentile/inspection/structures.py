@@ -19,7 +19,8 @@ def as_structure(mask: Array, queries: int, keys: int) -> str | None:
     lo, hi = mask.argmax(axis=-1), np.where(count == 0, 0, keys - mask[..., ::-1].argmax(axis=-1))
     if (hi - lo != count).any() or (lo != lo[..., :1, :]).any() or (hi != hi[..., :1, :]).any():
         return None  # not intervals, or not the same ones in each head
-    lo, hi = lo[..., 0, :].reshape(-1, lo.shape[-1]), hi[..., 0, :].reshape(-1, hi.shape[-1])
+    # One row may stand for all.
+    lo, hi = (np.broadcast_to(x, (*x.shape[:-1], queries))[..., 0, :].reshape(-1, queries) for x in (lo, hi))
     if not lo.any() and (hi == hi[:, :1]).all():
         return "" if (hi == keys).all() else "key_lengths="
     forms = [form for start in (0, keys - queries) if (form := _band(lo, hi, start, queries, keys)) is not None]
