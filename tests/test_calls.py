@@ -6,6 +6,7 @@ there; what Python accepts, the core takes after its conversion.
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
 import numpy as np
@@ -271,6 +272,30 @@ def test_an_unlimited_window_places_the_rows_of_a_cache(impl, window):
     assert_array_equal(cache.attend(half, **options), attention(half.astype(np.float32), x, x))
     if window is not None:
         assert_array_equal(cache.attend(q, q_start=0, **options), wanted)
+
+
+def test_an_axis_of_one_may_have_any_stride(impl):
+    """NumPy calls such an array aligned, whatever lies between the items that are not there."""
+    records = np.zeros(1, [("q", "f8", (3, 8)), ("odd", "i1")])
+    q, k = records["q"][:, :, :4], normal(1, 3, 4, dtype=np.float64)
+    assert q.flags.aligned
+    q[:] = normal(1, 3, 4, dtype=np.float64, seed=1)
+    plain = q.copy()
+    assert_array_equal(attention(q, k, k), attention(plain, k, k))
+    assert_array_equal(attention(k, q, q), attention(k, plain, plain))
+    assert_array_equal(attention(k, k, k, bias=q[:, :, :3]), attention(k, k, k, bias=plain[:, :, :3]))
+    assert_array_equal(self_attention(q, k, k, 4)[0], self_attention(plain, k, k, 4)[0])
+    wanted = attention(k, k, k)
+    assert_array_equal(attention(k, k, k, out=q), wanted)
+    assert_array_equal(q, wanted)
+
+
+@pytest.mark.parametrize("form", ["upper_left", "lower_right"])
+def test_an_alignment_may_be_text_of_any_kind(impl, form):
+    kind = enum.Enum("kind", {"form": form}, type=str)
+    q, k, v = normal(2, 4, 6, 8), normal(2, 2, 6, 8), normal(2, 2, 6, 8)
+    for causal in (np.str_(form), kind.form):
+        assert_array_equal(attention(q, k, v, causal=causal), attention(q, k, v, causal=form))
 
 
 def test_checked_values_are_taken_by_the_core(compiled):

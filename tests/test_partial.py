@@ -168,6 +168,16 @@ def test_rows_without_an_axis_of_heads(impl):
         assert_allclose(found.lse, whole.lse, rtol=1e-6)
 
 
+def test_settings_around_the_call_change_nothing(impl):
+    tiny, one = np.full((1, 1), 1e-160), np.ones((1, 1))
+    with np.errstate(all="raise"):
+        before = attention_partial(tiny, tiny, one)
+        assert_array_equal(attention(one, one, one, before=before), one)
+        small = attention_partial(np.zeros((1, 1)), np.zeros((2, 1)), np.array([[5e-324], [0]]))
+        assert (small.out.shape, small.lse.shape) == ((1, 1), (1,))
+        assert before.lse.shape == (1,)
+
+
 def test_values_of_no_width(impl):
     q, k, v = arrays(3)
     part = attention_partial(q, k[:, :, :256], v[:, :, :256, :0])

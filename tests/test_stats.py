@@ -276,3 +276,21 @@ def test_both_passes_run_on_one_backend(compiled, monkeypatch):
         found = attention_stats(q, q, q)
         monkeypatch.undo()
     np.testing.assert_array_equal(found.entropy, expected.entropy)
+
+
+def test_no_chosen_row_takes_nothing_from_the_rest(impl):
+    q = k = np.zeros((3, 4))
+    which = ("entropy", "max", "received", "top_k", "rows")
+    found = attention_stats(q, k, np.eye(3), which=which, rows=[], top_k=1)
+    np.testing.assert_allclose(found.entropy, np.log(3))
+    np.testing.assert_allclose(found.max, 1 / 3)
+    np.testing.assert_allclose(found.received, 1)
+    assert found.top_keys.tolist() == [[0], [0], [0]]
+    assert found.rows.shape == (0, 3)
+
+
+def test_a_sink_beyond_the_range_says_nothing(impl):
+    x = np.ones((1, 3, 4), np.float32)
+    with np.errstate(all="raise"):
+        found = attention_stats(x, x, x, sinks=np.array([300.0]))
+    assert not found.max.any()

@@ -37,7 +37,6 @@ class AllOptions(Options, total=False):
 # Every option with its default, for those who take them on: explain(), KVCache, MultiHeadAttention.
 OPTIONS: dict[str, Any] = {**SCORE_OPTIONS, "return_lse": False, "return_weights": False, "out": None}
 _PARTIAL_OPTIONS = {name: default for name, default in SCORE_OPTIONS.items() if name != "sinks"}
-Yes = Literal[True]
 
 
 @overload
@@ -46,13 +45,25 @@ def attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Unpack[Option
 
 @overload
 def attention(
-    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, return_lse: Yes, return_weights: bool = ..., **options: Unpack[Options]
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    return_lse: Literal[True],
+    return_weights: bool = ...,
+    **options: Unpack[Options],
 ) -> AttentionResult: ...
 
 
 @overload
 def attention(
-    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, return_weights: Yes, return_lse: bool = ..., **options: Unpack[Options]
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    return_weights: Literal[True],
+    return_lse: bool = ...,
+    **options: Unpack[Options],
 ) -> AttentionResult: ...
 
 

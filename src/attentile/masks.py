@@ -114,7 +114,7 @@ def check_causal(causal: Any) -> Any:
         return bool(causal)
     if not isinstance(causal, str) or causal not in ("upper_left", "lower_right"):
         raise ValueError(f"attention: causal is {causal!r}; it must be True, False, {ALIGNMENTS}")
-    return causal
+    return "upper_left" if causal == "upper_left" else "lower_right"  # plain text, if it was an enumeration's
 
 
 def _check_window(window: Any) -> tuple[int | None, int | None]:

@@ -34,8 +34,9 @@ class Partial(NamedTuple):
     Notes
     -----
     A row that goes on (``attention(..., before=partial)``) after a multiple of 256 keys has the bits of one call over
-    all keys. Rows of any other length, and those that `merge_attention` joins, are exact to rounding. Online softmax:
-    Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
+    all keys. Rows of any other length, and those that `merge_attention` joins, are exact to rounding. A row that has
+    seen nothing but scores of -inf is like one without a key: it is 0, and NaN only if the call that finishes it sees
+    such keys, too. Online softmax: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
 
     Examples
     --------
@@ -55,11 +56,11 @@ class Partial(NamedTuple):
     @property
     def lse(self) -> Array:
         """Natural logarithm of the sum of exp of the scores so far, (..., Hq, L)."""
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore", under="ignore"):
             return np.asarray((self.m + np.log2(self.l)) / self.m.dtype.type(LOG2E))
 
     @property
     def out(self) -> Array:
         """The output if no further key came, (..., Hq, L, Dv); 0 for a row that has seen none."""
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore", under="ignore"):
             return np.where(self.l[..., None] == 0, 0, self.o / self.l[..., None]).astype(self.o.dtype)

@@ -228,9 +228,11 @@ def _attend_heads(function: str, q: Array, k: Array, v: Array, mask: ArrayLike |
         return
     allowed = _allowed(function, mask, (*q.shape[:-3], q.shape[-2], q.shape[-2]))
     if core is None:
-        for item in np.ndindex(q.shape[:-2]):
-            seen = None if allowed is None else allowed[item[:-1]]
-            out[item] = twin.textbook(q[item], k[item], v[item], 1.0 / math.sqrt(d_k), seen, MASKED_SCORE)[0]
+        for *item, tile in np.ndindex(*q.shape[:-2], -(-q.shape[-2] // twin.TILE_ROWS)):
+            head, rows = tuple(item), slice(tile * twin.TILE_ROWS, (tile + 1) * twin.TILE_ROWS)
+            seen = None if allowed is None else allowed[(*head[:-1], rows)]
+            part = q[(*head, rows)], k[head], v[head]
+            out[(*head, rows)] = twin.textbook(*part, 1.0 / math.sqrt(d_k), seen, MASKED_SCORE)[0]
     elif out.size:
         core.textbook(q, k, v, d_k, allowed, MASKED_SCORE, out, get_num_threads())
 

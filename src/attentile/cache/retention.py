@@ -47,11 +47,11 @@ def _storage_dtype(dtype: DTypeLike) -> np.dtype[Any]:
         found = np.dtype(dtype)
     except TypeError:
         found = None
-    if found not in (np.float32, np.float64):
+    if found is None or found not in (np.float32, np.float64):
         raise TypeError(
             f"KVCache: dtype is {dtype!r}; the storage can be float32 or float64 (half precision fits float32)"
         )
-    return found
+    return np.dtype(found.type)  # without metadata
 
 
 def _window(window: Any) -> tuple[int, int] | None:

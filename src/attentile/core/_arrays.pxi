@@ -73,7 +73,8 @@ cdef bint is_direct(const Py_buffer *view, Py_ssize_t item) noexcept:
     cdef Py_ssize_t bits = <Py_ssize_t> view.buf
     cdef int a
     for a in range(view.ndim - 1):
-        bits |= view.strides[a]
+        if view.shape[a] != 1:                  # NumPy's own rule: such an axis may have any stride
+            bits |= view.strides[a]
     return (bits & (item - 1)) == 0 and (view.strides[view.ndim - 1] == item or view.shape[view.ndim - 1] == 1)
 
 

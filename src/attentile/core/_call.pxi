@@ -385,7 +385,8 @@ cdef int take_bias(Call *call, value) except -1:
     view = borrow(&call.batch, value)
     bits = <Py_ssize_t> view.buf
     for a in range(view.ndim):
-        bits |= view.strides[a]
+        if view.shape[a] != 1:
+            bits |= view.strides[a]
     if bits & (view.itemsize - 1) or not fits_scores(call, view, call.tail):
         return 0
     bind(&call.batch, &call.job.bias, view, call.tail)

@@ -5,13 +5,13 @@ from typing_extensions import disjoint_base
 
 from .twin_angles import Turn
 
-Table = NDArray[Any]
-PageShape = tuple[int, int, int, int]
+_Table = NDArray[Any]
+_PageShape = tuple[int, int, int, int]
 
 def attention(q: object, k: object, v: object, options: dict[str, Any], threads: int) -> Any: ...
 def partial(
     q: object, k: object, v: object, options: dict[str, Any], threads: int
-) -> tuple[Table, Table, Table] | None: ...
+) -> tuple[_Table, _Table, _Table] | None: ...
 def textbook(
     Q: object, K: object, V: object, d_k: object, mask: object, fill: float, out: NDArray[Any] | None, threads: int
 ) -> Any: ...
@@ -22,15 +22,15 @@ def explain(
     scores: Any, v: NDArray[Any], out: NDArray[Any] | None, with_weights: bool, threads: int
 ) -> dict[str, int]: ...
 def store_tokens(
-    k: NDArray[Any], v: NDArray[Any], shape: PageShape, table: Table, starts: Table, counts: Table
+    k: NDArray[Any], v: NDArray[Any], shape: _PageShape, table: _Table, starts: _Table, counts: _Table
 ) -> None: ...
 
 @disjoint_base
 class CacheView:
     def __init__(
         self,
-        shape: PageShape,
-        arrays: tuple[Table, Table, Table, Table],
+        shape: _PageShape,
+        arrays: tuple[_Table, _Table, _Table, _Table],
         dtype: object,
         limits: tuple[int, int, int],
         rotary: bool,

@@ -41,7 +41,8 @@ cdef Py_buffer *borrow_result(Call *call, array, Py_ssize_t columns) except? NUL
         return view if is_direct(view, view.itemsize) else NULL
     bits = <Py_ssize_t> view.buf
     for a in range(view.ndim):
-        bits |= view.strides[a]
+        if view.shape[a] != 1:
+            bits |= view.strides[a]
     return view if bits & (view.itemsize - 1) == 0 else NULL
 
 

@@ -144,10 +144,10 @@ def _values(weights: Array, v: Array, allowed: Array) -> Array:
 def _final_total(rows: _Rows, allowed: Array, sink: Any) -> Array:
     """The sum of exp that a row is divided by: with the sink; 0 without keys, NaN if all its keys score -inf."""
     total = np.where((rows.total == 0) & allowed.any(axis=-1, keepdims=True), np.nan, rows.total)
-    if sink is not None:  # in float64, where inf means that it takes all
-        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        if sink is not None:  # in float64, where inf means that it takes all
             total = np.where(total == 0, 0, total + np.exp(sink - rows.top.astype(np.float64)))
-    return total.astype(rows.total.dtype)
+        return total.astype(rows.total.dtype)
 
 
 def _write(outputs: Any, at: tuple[Any, ...], rows: _Rows, weights: Array, allowed: Array, sink: Any) -> None:
@@ -176,7 +176,8 @@ def attend(scores: Any, v: Array, outputs: Any, threads: int) -> None:
         before = None
         if scores.before is not None:  # a Partial, which counts in powers of 2
             m, l, o = (array[at] for array in scores.before)  # noqa: E741
-            before = _Rows(m[:, None] / m.dtype.type(LOG2E), l[:, None], o)
+            with np.errstate(under="ignore", invalid="ignore"):
+                before = _Rows(m[:, None] / m.dtype.type(LOG2E), l[:, None], o)
         found, weights = _weigh(tile, allowed, v[item][h // tiles.group], before)
         _write(outputs, at, found, weights, allowed, None if scores.sinks is None else scores.sinks[h])
 

@@ -153,8 +153,8 @@ class _Found:
     @property
     def asks(self) -> bool:
         """Whether there is anything to compute."""
-        arrays = (self.entropy, self.largest, self.received, self.top_weights, self.rows)
-        return any(array is not None for array in arrays) and all(array is None or array.size for array in arrays)
+        arrays = [self.entropy, self.largest, self.received, self.top_weights, self.rows]
+        return any(array is not None and array.size for array in arrays)
 
     def results(self, outputs: Outputs) -> AttentionStats:
         """With the output in the caller's dtype; lse and sums stay in the dtype of the arithmetic."""

@@ -79,8 +79,8 @@ def _from_environment() -> tuple[int, str] | None:
 
 try:
     _from_environment()  # what is forced and makes no sense is an error, never a silent other choice
-except ValueError as error:
-    raise ImportError(f"attentile: ATTENTILE_NUM_THREADS can't be met: {error}") from None
+except ValueError as _error:
+    raise ImportError(f"attentile: ATTENTILE_NUM_THREADS can't be met: {_error}") from None
 
 
 def default_threads() -> tuple[int, str]:
