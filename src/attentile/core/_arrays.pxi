@@ -68,14 +68,19 @@ cdef inline bint is_empty(const Py_buffer *view) noexcept:
     return False
 
 
-cdef bint is_direct(const Py_buffer *view, Py_ssize_t item) noexcept:
-    """Whether an array can be read as it is: last axis contiguous, every row aligned to its elements."""
+cdef bint is_aligned(const Py_buffer *view, Py_ssize_t item) noexcept:
+    """Whether every element is aligned to its size; NumPy's own rule: an axis of one may have any stride."""
     cdef Py_ssize_t bits = <Py_ssize_t> view.buf
     cdef int a
-    for a in range(view.ndim - 1):
-        if view.shape[a] != 1:                  # NumPy's own rule: such an axis may have any stride
+    for a in range(view.ndim):
+        if view.shape[a] != 1:
             bits |= view.strides[a]
-    return (bits & (item - 1)) == 0 and (view.strides[view.ndim - 1] == item or view.shape[view.ndim - 1] == 1)
+    return bits & (item - 1) == 0
+
+
+cdef bint is_direct(const Py_buffer *view, Py_ssize_t item) noexcept:
+    """Whether an array can be read as it is: last axis contiguous, every row aligned to its elements."""
+    return is_aligned(view, item) and (view.strides[view.ndim - 1] == item or view.shape[view.ndim - 1] == 1)
 
 
 cdef bint widen_batch(Batch *batch, const Py_buffer *view, int tail) noexcept:

@@ -378,16 +378,10 @@ cdef int take_mask_of(Call *call, value, int tail) except -1:
 
 cdef int take_bias(Call *call, value) except -1:
     cdef Py_buffer *view
-    cdef Py_ssize_t bits
-    cdef int a
     if type(value) is not ndarray or value.dtype is not <object> call.dtype:
         return 0
     view = borrow(&call.batch, value)
-    bits = <Py_ssize_t> view.buf
-    for a in range(view.ndim):
-        if view.shape[a] != 1:
-            bits |= view.strides[a]
-    if bits & (view.itemsize - 1) or not fits_scores(call, view, call.tail):
+    if not is_aligned(view, view.itemsize) or not fits_scores(call, view, call.tail):
         return 0
     bind(&call.batch, &call.job.bias, view, call.tail)
     return 1

@@ -30,20 +30,14 @@ cdef bint has_result_shape(const Call *call, const Py_buffer *view, Py_ssize_t c
 cdef Py_buffer *borrow_result(Call *call, array, Py_ssize_t columns) except? NULL:
     """An array in the shape of a result that can be used as it is; NULL if not. Rows without columns: any stride."""
     cdef Py_buffer *view
-    cdef Py_ssize_t bits
-    cdef int a
+    cdef bint usable
     if type(array) is not ndarray or array.dtype is not <object> call.dtype:
         return NULL
     view = borrow(&call.batch, array)
     if not has_result_shape(call, view, columns):
         return NULL
-    if columns >= 0:
-        return view if is_direct(view, view.itemsize) else NULL
-    bits = <Py_ssize_t> view.buf
-    for a in range(view.ndim):
-        if view.shape[a] != 1:
-            bits |= view.strides[a]
-    return view if bits & (view.itemsize - 1) == 0 else NULL
+    usable = is_direct(view, view.itemsize) if columns >= 0 else is_aligned(view, view.itemsize)
+    return view if usable else NULL
 
 
 cdef inline void bind_result(Call *call, Strided *to, const Py_buffer *view) noexcept:
