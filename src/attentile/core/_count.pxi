@@ -64,7 +64,7 @@ cdef void count_chunk(Counting *counting, const Block *block, const Shared *shar
     cdef Counts *counts = &counting.counts
     cdef Py_ssize_t pitch = block.n_rows if job.few else block.pitch, column = job.bias.column
     cdef Py_ssize_t w, r, n, pairs = 0, scored = 0
-    cdef bint whole = not block.masked and block.all_lo <= chunk + start and chunk + stop <= block.all_hi
+    cdef bint whole = sees_all(block, chunk + start, chunk + stop)
     cdef uint32_t seen
     for w in range(start // AT_WORD, (stop + AT_WORD - 1) // AT_WORD):
         n = min(<Py_ssize_t> AT_WORD, stop - w * AT_WORD)
