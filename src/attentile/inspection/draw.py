@@ -133,9 +133,11 @@ def _counts_of_intervals(lo: Array, hi: Array, seen: Array, down: int, columns: 
         number = np.bincount(place, minlength=math.prod(shape)).reshape(shape)
         below = np.bincount(place, before[ends], minlength=math.prod(shape)).reshape(shape)
         beyond = number.sum(axis=1, keepdims=True) - number.cumsum(axis=1)
-        return below.cumsum(axis=1) + before[columns] * beyond
+        found: Array = below.cumsum(axis=1) + before[columns] * beyond
+        return found
 
-    return np.diff(f(hi) - f(lo), axis=1)
+    counts: Array = np.diff(f(hi) - f(lo), axis=1)
+    return counts
 
 
 def _counts_of_band(lo: Array, hi: Array, dense: list[Array], band: slice, columns: Array) -> Array:

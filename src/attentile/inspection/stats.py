@@ -10,9 +10,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from .. import dispatch
 from ..arguments import named_in_errors, positive_index, unknown_option
-from ..outputs import AttentionResult, Outputs
+from ..outputs import AttentionResult, Outputs, Totals
 from ..runtime.threads import threads_for
 from ..scores import SCORE_OPTIONS, ScoreOptions, Scores, checked
+from ..storage import rounded
 
 Array = NDArray[Any]
 
@@ -112,12 +113,13 @@ def attention_stats(
         threads = threads_for(options.get("num_threads"), "attention")
         scores, values = checked(q, k, v, options)
     found = _Found(scores, wanted, top_k, rows)
-    outputs = Outputs(scores, values, {"return_lse": True}, partial=True)
-    assert outputs.partial is not None
+    outputs = Outputs(scores, values, {"return_lse": True})
+    if found.asks:
+        outputs.totals = Totals(np.zeros(scores.shape[:-1], scores.compute), np.zeros(scores.shape[:-1]))
     on = dispatch.chosen(scores)  # for both passes, whatever another thread chooses in between
     dispatch.attend(scores, values, outputs, threads, on)
-    if found.asks:
-        dispatch.stats(scores, values, outputs.partial, found, threads, on)
+    if outputs.totals is not None:
+        dispatch.stats(scores, values, outputs.totals, found, threads, on)
     return found.results(outputs)
 
 
@@ -138,9 +140,10 @@ class _Found:
     def __init__(self, scores: Scores, wanted: tuple[str, ...], top_k: int, asked: ArrayLike | None) -> None:
         *heads, queries, keys = scores.shape
         rows, dtype = (*heads, queries), scores.compute
+        self._dtype = dtype
         self.entropy = np.zeros(rows, dtype) if "entropy" in wanted else None
         self.largest = np.zeros(rows, dtype) if "max" in wanted else None
-        self.received = np.zeros((*heads, keys), dtype) if "received" in wanted else None
+        self.received = np.zeros((*heads, keys)) if "received" in wanted else None  # rounded once, at the end
         self.top_weights = np.zeros((*rows, top_k), dtype) if "top_k" in wanted else None
         self.top_keys = np.full((*rows, top_k), -1, np.intp) if "top_k" in wanted else None
         self.rows: Array | None = None
@@ -160,7 +163,8 @@ class _Found:
         """With the output in the caller's dtype; lse and sums stay in the dtype of the arithmetic."""
         out = outputs.finished()
         rows = None if self.rows is None else self.rows[..., self._back, :]
+        received = None if self.received is None else rounded(self.received, self._dtype)
         assert isinstance(out, AttentionResult)
         assert out.lse is not None
         strongest = self.top_weights, self.top_keys
-        return AttentionStats(out.out, out.lse, self.entropy, self.largest, *strongest, self.received, rows)
+        return AttentionStats(out.out, out.lse, self.entropy, self.largest, *strongest, received, rows)
