@@ -61,9 +61,10 @@ def times(x: Array, weight: Array, bias: Array | None, dtype: np.dtype[Any]) -> 
     One product of two matrices whatever the batch axes are: NumPy would make one product per batch item.
     """
     flat = rounded(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), dtype)
-    product: Array = flat @ rounded(weight, dtype)
-    if bias is not None:
-        product += rounded(bias, dtype)
+    with np.errstate(all="ignore"):  # as in the core, where no setting of NumPy counts
+        product: Array = flat @ rounded(weight, dtype)
+        if bias is not None:
+            product += rounded(bias, dtype)
     return product.reshape(*x.shape[:-1], weight.shape[1])
 
 
