@@ -44,7 +44,8 @@ def draw_mask(
     Parameters
     ----------
     queries : int
-        L, at least 1. Above 64, a character stands for several queries: ``+`` means that some of them may attend.
+        L, at least 1. Above 64, a character stands for several queries; ``+`` means that some of their pairs with keys
+        are allowed, ``#`` that all are.
     keys : int
         S, likewise.
     causal, q_start, window, key_lengths, prefix_lengths, segments
@@ -52,17 +53,17 @@ def draw_mask(
     mask : array_like of bool, optional
         Broadcasts to (L, S).
     file : path, optional
-        Also write a picture, .png or .svg; needs matplotlib.
+        Also write a picture there, .png or .svg, with up to 1024 cells a side; needs matplotlib.
 
     Returns
     -------
     str
-        A line per query with its index, under the last digits of the keys' indices (and their tens from 10 on).
+        A line per query, which starts with its index, below a line of the keys' last digits (and one of their tens).
 
     Raises
     ------
     TypeError, ValueError, ImportError
-        Whatever `attention` refuses; a file of another kind, or without matplotlib installed.
+        Whatever `attention` refuses; a file of another kind; a file without matplotlib installed.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Statistics of the weights of attention, without its matrix."""
+"""Statistics of the attention weights, which are computed but never stored as a matrix."""
 
 from __future__ import annotations
 
@@ -24,17 +24,19 @@ KINDS = ("entropy", "max", "top_k", "received", "rows")
 class AttentionStats(NamedTuple):
     """What `attention_stats` returns; what was not asked for is None. Hq query heads, L queries, S keys.
 
+    Everything but `out` and `top_keys` is float64 for float64 input and float32 for float32, float16 and bfloat16.
+
     Attributes
     ----------
     out, lse : ndarray, shapes (..., Hq, L, Dv) and (..., Hq, L)
         As `attention` gives them: lse without sinks.
     entropy, max : ndarray, shape (..., Hq, L), or None
-        Of the weights of each row: their entropy in nats, and the largest.
+        Of the weights of each row: their entropy in nats, and the largest one.
     top_weights, top_keys : ndarray, shape (..., Hq, L, top_k), or None
-        The largest weights of each row, descending, and their keys (intp), of equal weights the lower key first. 0 and
-        -1 where the row sees fewer keys, or the others score so far below its best ones that their weights underflow.
+        The largest weights of each row in descending order, and their keys (intp); of equal weights, the one of the
+        lower key comes first. Padded with 0 and -1 where the row has fewer keys whose weights are not 0.
     received : ndarray, shape (..., Hq, S), or None
-        The sum over the queries of the weight that each key got (what cache eviction needs).
+        The weight that each key received, summed over the queries (what cache eviction needs).
     rows : ndarray, shape (..., Hq, n, S), or None
         All weights of the n chosen rows.
     """
@@ -59,10 +61,12 @@ def attention_stats(
     rows: ArrayLike | None = None,
     **options: Unpack[ScoreOptions],
 ) -> AttentionStats:
-    """Attention and statistics of its weights in O(L + S) memory: the (L, S) weights are never stored.
+    """Attention, and statistics of its weights in O(L + S) memory: the (L, S) weights are never stored.
 
-    A first pass computes the output and, of each row, the largest score and the sum of exp; a second one forms the
-    final weights from these chunk by chunk, reduces them and forgets them.
+    A first pass computes the output and, for each row, the maximum of its scores and the sum of their exponentials. A
+    second pass computes the scores again and turns each chunk of them into final weights, which are reduced at once.
+    Sums over keys and rows are taken in float64, so their results are right to a few units in the last place (ULP) of
+    their dtype at any number of keys.
 
     Parameters
     ----------
@@ -71,23 +75,24 @@ def attention_stats(
     which : str or sequence of str
         Of "entropy", "max", "top_k", "received" (these four by default) and "rows".
     top_k : int
-        How many of the strongest keys of each row are kept, with "top_k".
+        How many of the strongest keys of each row to return, with "top_k".
     rows : array_like of int, shape (n,)
-        Queries whose full weights are wanted, with "rows" in `which` only. Negative ones count from the end.
+        Queries whose weights are wanted in full; needs "rows" in `which`. Negative ones count from the end.
     **options
-        Those of `attention` that decide the scores, but score_mod and before; num_threads.
+        Those of `attention` that decide the scores, except score_mod and before; num_threads.
 
     Returns
     -------
     AttentionStats
-        The output, the logsumexp, and what was asked for of the weights that `attention` returns, but for rounding.
-        Rows without keys have 0 everywhere. With sinks the weights of the keys sum to less than 1. A row with NaN in a
-        score that it uses has NaN for every key that it sees; its strongest keys are then the first ones.
+        The output, the logsumexp, and the statistics that were asked for, of the weights that `attention` returns up to
+        rounding. A row without keys has 0 everywhere. With sinks, the weights of the keys sum to less than 1. If a
+        score that a row uses is NaN, so is the weight of every key that it sees; its strongest keys are then the first
+        ones.
 
     Raises
     ------
     ValueError, TypeError
-        An unknown name in `which`, "rows" without rows= or rows= without "rows", rows out of range, and whatever
+        For an unknown name in `which`, "rows" without rows= or rows= without "rows", rows out of range, and whatever
         `attention` refuses.
 
     Examples
