@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from oracle import allowed_keys
 
 from attentile import attention, segment_ids
+from attentile.runtime import backend
 
 Array = NDArray[Any]
 Options = dict[str, Any]
@@ -58,6 +59,14 @@ def poisoned(k: Array, v: Array, allowed: Array) -> tuple[Array, Array]:
     return bad_k, bad_v
 
 
+def same_but_for_order(got: Array, want: Array) -> None:
+    """The same bits; from the twin, which leaves out keys where structure says that no row sees them, to rounding."""
+    if backend.active is not None:
+        assert_array_equal(got, want)
+    assert_array_equal(got == 0, want == 0)
+    assert_allclose(got, want, rtol=0, atol=32 * np.finfo(got.dtype).eps)
+
+
 def same_as_dense(shape: tuple[int, int], structural: Options, **others: Any) -> Array:
     """Checks the structural options against their pattern as a mask, with and without poison; returns the pattern.
 
@@ -70,8 +79,8 @@ def same_as_dense(shape: tuple[int, int], structural: Options, **others: Any) ->
         for keys, values in ((k, v), poisoned(k, v, allowed)):
             sparse = attention(q, keys, values, return_lse=True, return_weights=True, **structural, **others)
             for got, want in zip(sparse, dense, strict=True):
-                assert_array_equal(got, want)
-            assert_array_equal(attention(q, keys, values, **structural, **others), dense.out)
+                same_but_for_order(got, want)
+            assert_array_equal(attention(q, keys, values, **structural, **others), sparse.out)
         assert_array_equal(dense.weights != 0, allowed)  # the scores are too small for a weight to vanish
         assert_array_equal(dense.out[~allowed.any(axis=-1)], 0)
     return allowed

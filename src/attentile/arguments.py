@@ -32,9 +32,8 @@ def named_in_errors(function: str) -> Iterator[None]:
 
 def unknown_option(function: str, options: Mapping[str, Any], known: Set[str]) -> None:
     """Refuses keyword arguments that a function does not have."""
-    unknown = options.keys() - known
-    if unknown:
-        raise TypeError(f"{function}: unexpected keyword argument {min(unknown)!r}")
+    if not options.keys() <= known:
+        raise TypeError(f"{function}: unexpected keyword argument {min(options.keys() - known)!r}")
 
 
 # ---- numbers ----

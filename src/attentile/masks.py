@@ -63,11 +63,19 @@ class Structure:
         return valid - queries
 
     def intervals(self, queries: int, keys: int) -> tuple[Index, Index] | None:
-        """(lo, hi), each (..., L) with 0 <= lo, hi <= keys: row i sees lo[i] <= j < hi[i]; None: all."""
-        if self.causal is False and all(x is None for x in (self.left, self.right, self.key_lengths, self.segments)):
+        """(lo, hi), each (..., L) with 0 <= lo, hi <= keys: row i sees lo[i] <= j < hi[i]; None: all.
+
+        Both have the batch axes on which they differ, by broadcasting.
+        """
+        moves = self.causal is not False or self.left is not None or self.right is not None  # with the rows
+        if not moves and self.key_lengths is None and self.segments is None:
             return None
         lo: Index = np.zeros(queries, np.intp)
         hi: Index = lo + (keys if self.key_lengths is None else self.key_lengths[..., None])
+        if self.segments is not None:
+            lo, hi = self.segments[0], np.minimum(hi, self.segments[1])
+        if not moves:
+            return lo, hi
         position = self.start(queries, keys)[..., None] + np.arange(queries)
         if self.causal is not False:
             ahead = position + 1
@@ -77,12 +85,8 @@ class Structure:
         if self.right is not None:
             hi = np.minimum(hi, position + self.right + 1)
         if self.left is not None:
-            lo = np.maximum(lo, position - self.left)
-        if self.segments is not None:
-            lo = np.maximum(lo, self.segments[0])
-            hi = np.minimum(hi, self.segments[1])
-        lo, hi = np.broadcast_arrays(np.clip(lo, 0, keys), np.clip(hi, 0, keys))
-        return lo, hi
+            lo = np.minimum(np.maximum(lo, position - self.left), keys)
+        return lo, np.maximum(hi, 0)
 
 
 def _broadcasts(shape: tuple[int, ...], lead: tuple[int, ...]) -> bool:
@@ -110,7 +114,9 @@ def per_item(name: str, value: Any, lead: tuple[int, ...]) -> Index:
 
 
 def check_causal(causal: Any) -> Any:
-    if isinstance(causal, (bool, np.bool_)):
+    if causal is False or causal is True:
+        return causal
+    if isinstance(causal, np.bool_):
         return bool(causal)
     if not isinstance(causal, str) or causal not in ("upper_left", "lower_right"):
         raise ValueError(f"attention: causal is {causal!r}; it must be True, False, {ALIGNMENTS}")
@@ -158,7 +164,7 @@ def structure(
     lead: tuple[int, ...], queries: int, keys: int, options: Mapping[str, Any], alibi: bool = False
 ) -> Structure:
     """The structural ones among the options of a call, checked."""
-    window, q_start, segments = (options.get(name) for name in ("window", "q_start", "segments"))
+    window, q_start, segments = options.get("window"), options.get("q_start"), options.get("segments")
     key_lengths, prefix_lengths = options.get("key_lengths"), options.get("prefix_lengths")
     left, right = _check_window(window)
     found = Structure(check_causal(options.get("causal", False)), left, right)

@@ -228,13 +228,15 @@ def _attend_heads(function: str, q: Array, k: Array, v: Array, mask: ArrayLike |
     if core is not None and core.textbook(q, k, v, d_k, mask, MASKED_SCORE, out, get_num_threads()) is not None:
         return
     allowed = _allowed(function, mask, (*q.shape[:-3], q.shape[-2], q.shape[-2]))
+    if not out.size:
+        return
     if core is None:
-        for *item, tile in np.ndindex(*q.shape[:-2], -(-q.shape[-2] // twin.TILE_ROWS)):
-            head, rows = tuple(item), slice(tile * twin.TILE_ROWS, (tile + 1) * twin.TILE_ROWS)
-            seen = None if allowed is None else allowed[(*head[:-1], rows)]
-            part = q[(*head, rows)], k[head], v[head]
-            out[(*head, rows)] = twin.textbook(*part, 1.0 / math.sqrt(d_k), seen, MASKED_SCORE)[0]
-    elif out.size:
+        for place in twin.places(q.shape[:-1], q.shape[-2]):
+            every = None if place is None else (*place[:-1], slice(None))
+            some = twin.cut(q, place), twin.cut(k, every), twin.cut(v, every)
+            seen = None if allowed is None else twin.cut(allowed[..., None, :, :], place)
+            twin.cut(out, place)[...] = twin.textbook(*some, 1.0 / math.sqrt(d_k), seen, MASKED_SCORE)[0]
+    else:
         core.textbook(q, k, v, d_k, allowed, MASKED_SCORE, out, get_num_threads())
 
 
