@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from conftest import FMA_ISAS, available_isas
-from oracle import same_bits
+from helpers import same_bits
 
 from attentile import attention_stats, use_backend
 from attentile.core.constants import LOG2E
