@@ -24,6 +24,7 @@
 cdef enum:
     MIN_TOP_ROOM = 8                            # candidates of a row that are not sorted yet, at least; and that many
     TOP_ROOM = 3                                #   for each key that is wanted
+    LARGE_ROOM = 1024                           # from here on fewer rows at a time, so that their candidates stay in L2
 
 # Where the results go; data is NULL for what was not asked for. [batch][head] and then:
 cdef struct Stats:
@@ -243,6 +244,8 @@ cdef int run_statistics(void *stats_pointer, int threads) except -1 nogil:
     job.tasks = job.batch * job.kv_heads * job.group
     job.blocks_per_task = 1
     job.block_rows = job.tiles.max_vectors * job.tiles.lanes // 4 * 4      # as add_rows() takes them
+    if stats.top_weights.data != NULL and top_room(stats) > LARGE_ROOM:
+        job.block_rows = max(4, job.tiles.lanes)
     threads = 1 if is_small(job) else <int> min(<Py_ssize_t> threads, job.tasks)
     size_scratch(job)
     job.scratch_per_slot += row_stats_bytes(stats)
