@@ -1,7 +1,8 @@
 """Put benchmark results on the performance page: python docs/add_results.py FILE NAME
 
 FILE is what benchmarks/peers.py, pytest-benchmark or `python -m attentile bench` wrote as JSON; NAME becomes the
-heading and docs/data/NAME.json. Kept are the numbers, the machine and the date, nothing else (sitegen/results.py).
+heading and docs/data/NAME.json. Kept are the numbers, the machine and the date, nothing else (sitegen/results.py). The
+README's picture is drawn again.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS))
 
 from sitegen.results import UnknownResultsError, kind_of, shrink  # noqa: E402
+from sitegen.speeds import picture_of_the_readme  # noqa: E402
 
 
 def processor_name() -> str:
@@ -47,6 +49,8 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         print(add(arguments.file, arguments.name))
+        picture, text = picture_of_the_readme(DOCS)
+        picture.write_text(text, encoding="utf-8")
     except (OSError, json.JSONDecodeError, UnknownResultsError) as error:
         parser.error(f"{arguments.file}: {error}")
     return 0
