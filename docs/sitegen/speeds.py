@@ -1,4 +1,4 @@
-"""The picture of the README and of the first page: each library's milliseconds in four cases of docs/data/peers.json."""
+"""The picture of the README and the first page: each library's milliseconds in four cases of docs/data/peers.json."""
 
 from __future__ import annotations
 
