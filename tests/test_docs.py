@@ -38,8 +38,11 @@ FENCE = re.compile(r"^```(\{?[\w-]*\}?).*\n((?:.*\n)*?)^```$", re.MULTILINE)
 DIRECTIVES = {"{eval-rst}", "{include}", "{raw}", "{toctree}"}
 
 
+README = ROOT / "README.md"
+
+
 def page_id(page: Path) -> str:
-    return page.relative_to(DOCS).as_posix()
+    return page.relative_to(ROOT if page == README else DOCS).as_posix()
 
 
 def code(text: str, language: str) -> str:
@@ -62,7 +65,7 @@ def test_pages_are_there():
     assert linked == {name for name in names if name.startswith("guide/")}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
+@pytest.mark.parametrize("page", [README, *PAGES], ids=page_id)
 def test_code_runs(page):
     """Sessions with >>>, run as one; a page's other blocks must be commands or directives of the site."""
     text = page.read_text(encoding="utf-8")
@@ -77,6 +80,16 @@ def test_code_runs(page):
     report: list[str] = []
     outcome = doctest.DocTestRunner().run(session, out=report.append)
     assert outcome.failed == 0, "".join(report)
+
+
+def test_the_readme_says_first_what_it_is_and_then_how_to_start():
+    first, _, rest = README.read_text(encoding="utf-8").partition("\n## Two commands\n")
+    assert first.count("\n") <= 40
+    assert "attention(q, k, v" in first
+    assert "**Use something else**" in first
+    commands = re.findall(r"^    (python .*)$", rest, re.MULTILINE)
+    assert len(commands) == 2
+    assert all(part in (ROOT / ".ci" / "run").read_text(encoding="utf-8") for part in commands[0].split(" && "))
 
 
 COMMANDS = sorted({
