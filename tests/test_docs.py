@@ -33,12 +33,10 @@ sys.path.insert(0, str(DOCS))
 from check_site import problems_of  # noqa: E402
 from sitegen import build, diagrams, formula, masks, pages, speeds  # noqa: E402
 
+README = ROOT / "README.md"
 PAGES = sorted([*DOCS.glob("*.md"), *DOCS.glob("api/*.md"), *DOCS.glob("guide/*.md")])
 FENCE = re.compile(r"^```(\{?[\w-]*\}?).*\n((?:.*\n)*?)^```$", re.MULTILINE)
 DIRECTIVES = {"{eval-rst}", "{include}", "{raw}", "{toctree}"}
-
-
-README = ROOT / "README.md"
 
 
 def page_id(page: Path) -> str:
