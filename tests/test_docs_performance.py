@@ -140,3 +140,31 @@ def test_the_picture_of_the_readme_is_that_of_the_results():
     for name in speeds.CASES:
         best = found[name]["candidates"][found[name]["best_peer"]]["milliseconds"]
         assert f">{speeds._written(best)}" in text
+
+
+README_CASES = (
+    "bert512",
+    "bert-pad",
+    "gpt2-1k",
+    "llama-2k",
+    "window-8k",
+    "segments-8k",
+    "dec-llama",
+    "dec-b16",
+    "fp16-1k",
+)
+
+
+def test_the_figures_of_the_readme_are_those_of_the_results():
+    cases = json.loads((DOCS / "data" / "peers.json").read_text(encoding="utf-8"))["cases"]
+    table = (ROOT / "README.md").read_text(encoding="utf-8").partition("| case | attentile |")[2]
+    rows = [[cell.strip("* ") for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    for name, (title, own, library, other, ratio) in zip(README_CASES, rows[: len(README_CASES)], strict=True):
+        candidates, best = cases[name]["candidates"], cases[name]["best_peer"]
+        ours = candidates["cache" if "KVCache" in title else "ours"]["milliseconds"]
+        assert float(own) == pytest.approx(ours, rel=0.01), title
+        assert float(other) == pytest.approx(candidates[best]["milliseconds"], rel=0.01), title
+        assert float(ratio) == pytest.approx(float(other) / float(own), abs=0.06), title
+        assert performance.PEERS[best][0].split(",")[0] in library.replace(" flex", ", flex"), title
+    numpy = cases["gpt2-1k"]["candidates"]["numpy"]["milliseconds"]
+    assert f"takes {rows[2][1][:-1]} ms instead of {numpy:.0f} " in (ROOT / "README.md").read_text(encoding="utf-8")
