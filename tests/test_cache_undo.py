@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cache_helpers import normal, pages_in_use, pages_made
+from cache_helpers import pages_in_use, pages_made
+from helpers import normal
 from layer_oracle import make
 from numpy.testing import assert_array_equal
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import normal
 from numpy.testing import assert_array_equal
 
 from attentile import KVCache, alibi_slopes, attention, causal_attention, dispatch, self_attention
@@ -19,10 +20,6 @@ from attentile.runtime import backend
 from attentile.scores import Scores, checked
 
 QUERIES, KEYS, HEADS, KEY_HEADS, WIDTH = 5, 7, 4, 2, 3
-
-
-def normal(*shape: int, dtype: Any = np.float32, seed: int = 0) -> Any:
-    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
 def by_python(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:

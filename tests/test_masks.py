@@ -409,3 +409,15 @@ def test_a_padding_mask_becomes_an_interval(impl):
     dense = np.repeat(run, 40, axis=2)  # the same as a dense array
     for more in ({}, {"causal": True}, {"key_lengths": [40, 8, 3]}):
         np.testing.assert_array_equal(attention(q, k, v, mask=run, **more), attention(q, k, v, mask=dense, **more))
+
+
+def test_segments_whose_batch_axes_do_not_fit():
+    q = np.ones((2, 1, 4, 8), np.float32)
+    with pytest.raises(ValueError, match=r"segments \(query ids\) has shape \(3, 4\); it must broadcast to \(2, 4\)"):
+        attention(q, q, q, segments=np.zeros((3, 4), int))
+
+
+def test_segments_without_any_key(impl):
+    q, k, v = np.ones((2, 1, 4, 8), np.float32), *np.ones((2, 2, 1, 0, 8), np.float32)
+    out = attention(q, k, v, segments=(np.zeros((2, 4), int), np.zeros((2, 0), int)))
+    assert_array_equal(out, np.zeros_like(q))

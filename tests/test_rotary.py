@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import FMA_ISAS, available_isas
+from helpers import same_bits
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rotary_oracle import exact_error, members, multiplied, plain, rotated
@@ -33,12 +34,6 @@ def bfloat16() -> np.dtype[Any]:
 
 def half(name: str) -> np.dtype[Any]:
     return bfloat16() if name == "bfloat16" else np.dtype(name)
-
-
-def same_bits(a: np.ndarray, b: np.ndarray) -> None:
-    assert a.dtype == b.dtype
-    assert a.shape == b.shape
-    assert np.ascontiguousarray(a).tobytes() == np.ascontiguousarray(b).tobytes()
 
 
 # ---- values ----
@@ -492,3 +487,7 @@ def test_mixtures(data):
     out = x if data.draw(st.booleans()) else None
     found = rotary_embedding(x, positions, base=base, rotary_dim=dim, interleaved=interleaved, inverse=inverse, out=out)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=ONCE[dtype] + 2e-13)
+
+
+def test_rotary_without_rows(impl):
+    assert rotary_embedding(np.ones((2, 0, 8), np.float32)).shape == (2, 0, 8)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import FMA_ISAS, available_isas
-from oracle import same_bits
+from helpers import same_bits
 
 from attentile import attention, num_threads, positional_encoding, self_attention, use_backend
 

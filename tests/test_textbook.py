@@ -232,3 +232,21 @@ def test_a_layer_of_no_rows_and_of_many(impl):
     p = np.exp(scores - scores.max(axis=-1, keepdims=True))
     wanted = (p / p.sum(axis=-1, keepdims=True) @ heads[2]).swapaxes(0, 1).reshape(300, 4) @ weights[3]
     np.testing.assert_allclose(multi_head_attention(x, 4, 2, *weights, np.tri(300)), wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("d_k", ["eight", None, [1, 2]], ids=repr)
+def test_d_k_that_is_no_number(d_k):
+    with pytest.raises(TypeError, match=r"^self_attention: d_k is .*; it must be a positive number$"):
+        self_attention(*np.ones((3, 3, 8)), d_k)
+
+
+@pytest.mark.parametrize("wrong", ["2", True, np.True_])
+def test_the_width_of_the_textbook_is_a_number(wrong):
+    with pytest.raises(TypeError, match=r"^self_attention: d_k is .*; it must be a positive number"):
+        self_attention(*np.ones((3, 4, 4)), wrong)
+
+
+def test_the_message_about_a_mask_of_the_textbook_tells_what_was_given():
+    w = np.eye(4)
+    with pytest.raises(ValueError, match=r"mask has shape \(2, 1, 3, 3\), which does not broadcast to \(2, 3, 3\)"):
+        multi_head_attention(np.ones((2, 3, 4)), 4, 2, w, w, w, w, mask=np.ones((2, 1, 3, 3), bool))

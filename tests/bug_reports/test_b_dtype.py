@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import normal
 from numpy.testing import assert_allclose, assert_array_equal
 from oracle import oracle, same_formula
-from report_helpers import Array, check, normal, qkv
+from report_helpers import Array, check, qkv
 
 from attentile import attention, rotary_embedding, self_attention
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import normal
 from numpy.testing import assert_allclose, assert_array_equal
 from oracle import Expected, oracle, tolerance
-from report_helpers import Array, assert_same_row, check, normal, output_of, qkv
+from report_helpers import Array, assert_same_row, check, output_of, qkv
 
 from attentile import MultiHeadAttention, attention, multi_head_attention
 
