@@ -8,7 +8,6 @@ import warnings
 
 import numpy as np
 import pytest
-from conftest import activated, available_isas
 from numpy.testing import assert_array_equal
 
 import attentile
@@ -121,17 +120,10 @@ def test_every_public_function_is_here():
     } <= computing
 
 
-@pytest.fixture(params=["reference", "compiled"])
-def backend(request):
-    """NumPy's own code does not differ between instruction sets."""
-    with activated(request.param if request.param == "reference" else (available_isas() or ["compiled"])[0]):
-        yield
-
-
 @pytest.mark.parametrize("kind", ["tiny", "wide", "huge", "nan"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", calls("wide", np.float32))
-def test_settings_of_numpy_change_nothing(backend, name, dtype, kind):
+def test_settings_of_numpy_change_nothing(either, name, dtype, kind):
     kind_of = pytest.importorskip("ml_dtypes").bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
     call = calls(kind, kind_of)[name]
     with np.errstate(all="ignore"):
