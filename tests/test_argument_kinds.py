@@ -14,13 +14,13 @@ X = np.eye(4)
 
 @pytest.mark.parametrize("wrong", ["0.5", b"1", True, np.True_, np.array(True), np.array("0.5"), np.array(1.0, object)])
 @pytest.mark.parametrize("name", ["scale", "softcap"])
-def test_text_and_truth_are_no_numbers(impl, name, wrong):
+def test_text_and_truth_are_no_numbers(either, name, wrong):
     with pytest.raises(TypeError, match=f"^attention: {name} is .* must be a (positive )?number"):
         attention(X, X, X, **{name: wrong})
 
 
 @pytest.mark.parametrize("right", [0.5, 1, np.float32(0.5), np.int8(1), np.array(0.5), np.array(1)])
-def test_numbers_of_every_kind(impl, right):
+def test_numbers_of_every_kind(either, right):
     assert_array_equal(attention(X, X, X, scale=right), attention(X, X, X, scale=float(right)))
     assert_array_equal(attention(X, X, X, softcap=right), attention(X, X, X, softcap=float(right)))
 
@@ -42,14 +42,14 @@ def test_truth_is_no_integer(name):
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "mask", "bias"])
-def test_masked_arrays_are_refused_for_their_mask_would_be_lost(impl, name):
+def test_masked_arrays_are_refused_for_their_mask_would_be_lost(either, name):
     arrays = {"q": X, "k": X, "v": X, "mask": np.ones((4, 4), bool), "bias": X}
     arrays[name] = np.ma.array(arrays[name], mask=np.eye(4, dtype=bool))
     with pytest.raises(TypeError, match=rf"^attention: {name} is a masked array.*filled"):
         attention(**arrays)
 
 
-def test_masked_arrays_are_refused_everywhere(impl):
+def test_masked_arrays_are_refused_everywhere(either):
     x = np.ma.array(np.ones((1, 2, 3, 8)), mask=False)
     cache = KVCache(1, 2, 8, rotary={})
     with pytest.raises(TypeError, match=r"^KVCache.append: k is a masked array"):
@@ -63,7 +63,7 @@ def test_masked_arrays_are_refused_everywhere(impl):
         attentile.MultiHeadAttention(w, w, w, w, num_heads=2)(x[0])
 
 
-def test_dtypes_without_a_common_one(impl):
+def test_dtypes_without_a_common_one(either):
     ml_dtypes = pytest.importorskip("ml_dtypes")
     x = np.ones((1, 2, 3, 4))
     half, brain = x.astype(np.float16), x.astype(ml_dtypes.bfloat16)

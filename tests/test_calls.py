@@ -288,7 +288,7 @@ def test_an_axis_of_one_may_have_any_stride(impl):
 
 
 @pytest.mark.parametrize("form", ["upper_left", "lower_right"])
-def test_an_alignment_may_be_text_of_any_kind(impl, form):
+def test_an_alignment_may_be_text_of_any_kind(either, form):
     kind = enum.Enum("kind", {"form": form}, type=str)
     q, k, v = normal(2, 4, 6, 8), normal(2, 2, 6, 8), normal(2, 2, 6, 8)
     for causal in (np.str_(form), kind.form):

@@ -94,11 +94,11 @@ LARGE = {
 }
 
 
-@pytest.mark.parametrize("turned", [False, True], ids=["more_keys", "more_queries"])
+@pytest.mark.parametrize("swapped", [False, True], ids=["more_keys", "more_queries"])
 @pytest.mark.parametrize("kind", LARGE)
-def test_a_character_for_many_pairs(kind, turned):
+def test_a_character_for_many_pairs(kind, swapped):
     options, queries, keys = dict(LARGE[kind]), 300, 700
-    if turned:
+    if swapped:
         queries, keys = keys, queries
         if "segments" in options:
             options["segments"] = options["segments"][::-1]

@@ -1,6 +1,6 @@
 """MultiHeadAttention against the formula in float64, head by head.
 
-Every test runs on each implementation (fixture `impl`).
+Every test runs on the NumPy twin and on the compiled core (fixture `either`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from attentile import AttentionResult, KVCache, MultiHeadAttention
 
-pytestmark = pytest.mark.usefixtures("impl")
+pytestmark = pytest.mark.usefixtures("either")
 
 Array = NDArray[Any]
 
@@ -480,7 +480,7 @@ def test_a_layer_of_one_value_width_shows_it():
     assert repr(layer) == "MultiHeadAttention(d_in=6, d_out=5, num_heads=2, head_dim=4, value_dim=2)"
 
 
-def test_positions_for_a_layer_with_rotary_and_a_cache(impl):
+def test_positions_for_a_layer_with_rotary_and_a_cache():
     """The layer's rotary, the cache has none, and the caller places the rows."""
     x = normal(2, 5, 8)
     layer = MultiHeadAttention(*(normal(8, 8, seed=n) for n in range(4)), num_heads=2, rotary={})

@@ -36,7 +36,7 @@ def test_a_softcap_beyond_the_range_of_the_arithmetic_is_clipped(impl, dtype):
 
 @pytest.mark.parametrize(("dtype", "largest"), [(np.float32, 2.35e38), (np.float64, 1.24e308)])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_a_scale_must_fit_the_arithmetic(impl, dtype, largest, sign):
+def test_a_scale_must_fit_the_arithmetic(either, dtype, largest, sign):
     q, k, v = qkv(dtype)
     for scale in (sign * largest, np.float64(sign * largest)):
         assert_allclose(attention(0 * q, k, v, scale=scale)[0, 0, 0], v[0, 0].mean(axis=0), rtol=1e-5)
@@ -68,7 +68,7 @@ def test_the_quick_way_of_a_cache_knows_the_range_too(impl, dtype):
     assert np.isfinite(cache.attend(0 * last, scale=0.99 * largest / 1.4427)).all()
 
 
-def test_integers_beyond_float64_are_out_of_range(impl):
+def test_integers_beyond_float64_are_out_of_range(either):
     q, k, v = qkv(np.float64)
     with pytest.raises(ValueError, match=r"^attention: scale is inf; it must be finite"):
         attention(q, k, v, scale=10**400)

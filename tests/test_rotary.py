@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import FMA_ISAS, available_isas
+from conftest import FMA_HERE, two_fma_isas
 from helpers import same_bits
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -230,14 +230,12 @@ def test_concurrent_callers():
                 same_bits(found, right)
 
 
+@two_fma_isas
 @pytest.mark.parametrize("options", [{}, {"inverse": True}, {"rotary_dim": 18, "interleaved": True}, {"base": 77.0}])
 def test_fma_instruction_sets_agree(options):
-    isas = [isa for isa in available_isas() if isa in FMA_ISAS]
-    if len(isas) < 2:
-        pytest.skip(f"needs two FMA instruction sets, this host has {isas}")
     for dtype in (np.float32, np.float64, np.float16):
         x, results = uniform(2, 3, 90, 34, dtype=dtype), []
-        for isa in isas:
+        for isa in FMA_HERE:
             with use_backend("compiled", isa):
                 results.append(rotary_embedding(x, 2**30, **options))
         for other in results[1:]:

@@ -58,7 +58,7 @@ def test_batch_items_are_counted_through_all_axes(impl):
         (lambda s, *_: s > 0, ValueError, "dtype bool"),
     ],
 )
-def test_errors(impl, qkv, mod, error, words):
+def test_errors(either, qkv, mod, error, words):
     with pytest.raises(error, match=words):
         attention(*qkv, score_mod=mod)
 

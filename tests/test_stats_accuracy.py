@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from conftest import FMA_ISAS, available_isas
+from conftest import FMA_HERE, two_fma_isas
 from helpers import same_bits
 
 from attentile import attention_stats, use_backend
@@ -114,13 +114,11 @@ def everything(qkv, **options):
     return attention_stats(*qkv, which=KINDS, rows=[0, 52], top_k=40, **options)
 
 
+@two_fma_isas
 @pytest.mark.parametrize("kind", BITS)
 def test_fma_instruction_sets_agree(kind, qkv):
-    isas = [isa for isa in available_isas() if isa in FMA_ISAS]
-    if len(isas) < 2:
-        pytest.skip(f"needs two FMA instruction sets, this host has {isas}")
     found = []
-    for isa in isas:
+    for isa in FMA_HERE:
         with use_backend("compiled", isa):
             found.append(everything(qkv, **BITS[kind]))
     for other in found[1:]:
@@ -188,13 +186,12 @@ def weights_of(kind: str, queries: int, keys: int, dtype) -> np.ndarray:
     "kind", ["random", "ascending", "descending", "equal", "few values", "nearly equal", "far apart", "excluded", "nan"]
 )
 def test_strongest_keys_are_those_of_a_stable_sort(impl, kind, dtype, keys):
-    queries = 5
-    bias, x = weights_of(kind, queries, keys, dtype), np.zeros((queries, 1), dtype)
+    queries = 19
+    bias = weights_of(kind, queries, keys, dtype)
+    x, same = np.zeros((queries, 1), dtype), np.zeros((keys, 1), dtype)
     for top_k in sorted({1, 2, 5, 8, 9, 40, 42, 43, 127, 129, keys - 1, keys, keys + 3}):
-        found = attention_stats(
-            x, np.zeros((keys, 1), dtype), np.zeros((keys, 1), dtype), bias=bias, which=("top_k", "rows"),
-            rows=range(queries), top_k=top_k,
-        )  # fmt: skip
+        options = {"which": ("top_k", "rows"), "rows": range(queries), "top_k": top_k}
+        found = attention_stats(x, same, same, bias=bias, **options)
         order = np.argsort(np.where(np.isnan(found.rows), -np.inf, -found.rows), axis=-1, kind="stable")[:, :top_k]
         best = np.take_along_axis(found.rows, order, axis=-1)
         n = order.shape[1]

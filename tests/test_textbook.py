@@ -119,7 +119,7 @@ def test_d_k_is_taken_as_given(impl):
 @pytest.mark.parametrize(
     ("dtype", "want"), [("f8", "f8"), ("f4", "f4"), ("f2", "f2"), ("i4", "f8"), ("?", "f8"), ("u1", "f8")]
 )
-def test_dtypes(impl, dtype, want):
+def test_dtypes(either, dtype, want):
     rng = np.random.default_rng(35)
     Q, K, V = (rng.integers(0, 2, (6, 4)).astype(dtype) for _ in range(3))
     output, weights = self_attention(Q, K, V, 4)
@@ -215,7 +215,7 @@ ONES = np.ones((2, 4))
         (lambda: multi_head_attention(ONES, 4, 0, *[np.eye(4)] * 4), ValueError, "num_heads is 0"),
     ],
 )
-def test_errors(impl, call, error, words):
+def test_errors(either, call, error, words):
     with pytest.raises(error, match=words):
         call()
 
