@@ -225,9 +225,8 @@ def tensor_scatter(
         )
     present = past.copy()
     to, entries = np.moveaxis(present, along, 1), np.moveaxis(new, along, 1)
-    for item, start in enumerate(starts.tolist()):
-        start %= max(size, 1)
-        before_end = min(length, size - start)
-        to[item, start : start + before_end] = entries[item, :before_end]
-        to[item, : length - before_end] = entries[item, before_end:]
+    size = max(size, 1)
+    first = (starts.astype(np.uint64 if starts.dtype.kind == "u" else np.int64) % size).astype(np.intp)
+    places = (first[:, None] + np.arange(length)) % size
+    to[np.arange(len(to))[:, None], places] = entries
     return present
