@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .arguments import index
+from .arguments import as_array, index
 
 Index = NDArray[np.intp]
 
@@ -99,7 +99,7 @@ def _broadcasts(shape: tuple[int, ...], lead: tuple[int, ...]) -> bool:
 
 def per_item(name: str, value: Any, lead: tuple[int, ...]) -> Index:
     """An integer, or one per batch item, as an array whose axes broadcast against the batch axes."""
-    array = np.asarray(value)
+    array = as_array("attention", name, value)
     if array.size == 0 and array.dtype == np.float64:  # [], for no items
         array = array.astype(np.intp)
     if array.dtype.kind not in "iu":
@@ -204,7 +204,7 @@ def _segment_ids(segments: Any, lead: tuple[int, ...], queries: int, keys: int) 
         )
     ids = []
     for name, value, length in zip(("query", "key"), pair, (queries, keys), strict=False):
-        array = np.asarray(value)
+        array = as_array("attention", f"segments ({name} ids)", value)
         if array.dtype.kind not in "iu":
             raise TypeError(f"attention: segments ({name} ids) has dtype {array.dtype}; they must be integers")
         if array.shape[-1:] != (length,) or not _broadcasts(array.shape[:-1], lead):
@@ -309,7 +309,8 @@ def segment_ids(lengths: ArrayLike | None = None, *, cu_seqlens: ArrayLike | Non
     """
     if (lengths is None) == (cu_seqlens is None):
         raise ValueError("segment_ids: give either lengths or cu_seqlens")
-    given = np.asarray(lengths if lengths is not None else cu_seqlens)
+    name, value = ("lengths", lengths) if lengths is not None else ("cu_seqlens", cu_seqlens)
+    given = as_array("segment_ids", name, value)
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
         raise TypeError(
             f"segment_ids: got shape {given.shape} and dtype {given.dtype}; it must be integers on one axis"

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..arguments import as_floating, integer
+from ..arguments import as_array, as_floating, integer
 from ..positions.rotary import rotary_embedding as _rotary
 
 Array = NDArray[Any]
@@ -40,7 +40,7 @@ def split_heads(function: str, name: str, array: Array, count: str, heads: int |
 
 def integers(function: str, name: str, value: Any, shape: tuple[int, ...], each: str) -> Array:
     """An array of integers of exactly this shape, one per `each`."""
-    array = np.asarray(value)
+    array = as_array(function, name, value)
     if array.dtype.kind not in "iu" or array.shape != shape:
         raise ValueError(
             f"{function}: {name} has shape {array.shape} and dtype {array.dtype}; it must be integers of shape "
@@ -210,7 +210,7 @@ def tensor_scatter(
     >>> onnx.tensor_scatter(np.zeros((1, 4, 1)), np.ones((1, 2, 1)), [3], mode="circular").ravel()
     array([1., 0., 0., 1.])
     """
-    past, new = np.asarray(past_cache), np.asarray(update)
+    past, new = as_array(_SCATTER, "past_cache", past_cache), as_array(_SCATTER, "update", update)
     choice(_SCATTER, "mode", mode, ("linear", "circular"), "'linear' or 'circular'")
     if past.dtype != new.dtype:
         raise TypeError(f"{_SCATTER}: past_cache has dtype {past.dtype} and update {new.dtype}; make them equal")

@@ -74,7 +74,7 @@ def places_of(positions: Any, lead: tuple[int, ...], rows: int) -> Places:
                 "must stay within -2**50 and 2**50"
             )
         return Places(first, None, first, first + rows - 1)
-    array = np.asarray(positions)
+    array = as_array(NAME, "positions", positions)
     if array.dtype.kind not in "iu" and not (array.size == 0 and isinstance(positions, (list, tuple))):
         raise TypeError(f"{NAME}: positions has dtype {array.dtype}; positions must be integers (.astype(np.int64))")
     if array.shape[-1:] != (rows,):
@@ -102,7 +102,7 @@ def places_of(positions: Any, lead: tuple[int, ...], rows: int) -> Places:
 
 
 def _table(name: str, table: Any, dim: int) -> Array:
-    array = np.asarray(table)
+    array = as_array(NAME, name, table)
     if (array.dtype.kind != "f" or array.itemsize > 8) and array.dtype.name != "bfloat16":
         raise TypeError(f"{NAME}: {name} has dtype {array.dtype}; it must be float64, float32, float16 or bfloat16")
     if array.ndim != 2 or array.shape[1] != dim // 2:
