@@ -1,4 +1,4 @@
-"""Checks of arguments, one rule and one text for all functions. Text and truth values are no numbers."""
+"""Checks of arguments: one rule and one text for all functions. Text and booleans are not numbers."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def positive_index(function: str, name: str, value: Any) -> int:
 
 
 def as_real(function: str, name: str, value: Any, wanted: str = "a number") -> float:
-    """float(value) of a real number, Python's or NumPy's; float() itself reads text and truth values too."""
+    """float(value) of a real number, Python's or NumPy's; float() alone would accept text and booleans."""
     refused = isinstance(value, (str, bytes, bytearray, bool, np.bool_)) or (
         isinstance(value, np.ndarray) and value.dtype.kind in "USV"
     )

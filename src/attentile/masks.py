@@ -143,7 +143,7 @@ def _check_window(window: Any) -> tuple[int | None, int | None]:
 
 
 def _check_positions(structure: Structure, q_start: Any, named: bool, needed: bool, queries: int, keys: int) -> None:
-    """Refuses queries that stand nowhere, or in two places.
+    """Refuses queries whose positions are unknown or given twice.
 
     needed: a window or ALiBi asks for positions. named: one of them was given, even if it asks for nothing.
     """

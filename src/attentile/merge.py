@@ -1,4 +1,4 @@
-"""merge_attention(): attention over disjoint sets of keys, put together."""
+"""merge_attention(): one result from attention over disjoint sets of keys."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def merge_attention(parts: Iterable[Part] | Iterable[Partial]) -> AttentionResul
 
 
 def _merged(parts: list[Any]) -> Partial:
-    """Rows over all keys from rows over some of them, unfinished as they are."""
+    """Unfinished rows over all keys, from unfinished rows over some of them."""
     parts = [
         Partial(*(as_array("merge_attention", f"{x} of part {i}", y) for x, y in part._asdict().items()))
         for i, part in enumerate(parts)

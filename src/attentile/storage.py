@@ -49,7 +49,7 @@ def promoted(function: str, *arrays: Array) -> tuple[np.dtype[Any], np.dtype[Any
 
 
 def rounded(array: Array, dtype: np.dtype[Any], overflow: Literal["ignore"] | None = None) -> Array:
-    """The array in this dtype, rounded once; itself if it has it. Small numbers become subnormal or 0 without a word.
+    """The array in this dtype, rounded once; itself if it has it. Small numbers become subnormal or 0 silently.
 
     That is what rounding to a dtype means, whatever np.seterr() says about the program around; only a finite number
     that becomes Inf is NumPy's to report, unless `overflow` is to be ignored.

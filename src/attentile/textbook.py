@@ -209,9 +209,9 @@ def multi_head_attention(
     compute, dtype = promoted(name, x, *layer.values())
     rows, split = rounded(x, compute), (*x.shape[:-1], num_heads, d_model // num_heads)
     q, k, v = [_project(rows, layer, part).reshape(split).swapaxes(-2, -3) for part in "qkv"]
-    beside = np.empty(split, compute)  # the heads of a row side by side
-    _attend_heads(name, q, k, v, mask, beside.swapaxes(-2, -3))
-    return rounded(_project(beside.reshape(x.shape), layer, "o"), dtype)
+    joined = np.empty(split, compute)  # the heads of each row, concatenated
+    _attend_heads(name, q, k, v, mask, joined.swapaxes(-2, -3))
+    return rounded(_project(joined.reshape(x.shape), layer, "o"), dtype)
 
 
 def _project(x: Array, layer: dict[str, Array], part: str) -> Array:

@@ -145,7 +145,7 @@ class _Blocks:
         return found.reshape(*found.shape[:-3], heads, count, found.shape[-1])
 
     def block(self, place: Place | None) -> _Block:
-        """Step 1 and 2."""
+        """Steps 1 and 2."""
         source = self.source
         keys, excluded = self.exclusions(place)
         q = np.multiply(cut(self.q, place), self.q.dtype.type(source.scale), order="C")

@@ -284,14 +284,14 @@ def attention(
     options = places | {"scale": scale, "softcap": softcap or None, "num_threads": num_threads}
     options["mask" if mask is None or mask.dtype == np.bool_ else "bias"] = mask
     options["return_weights"] = return_qk and qk_matmul_output_mode == _WEIGHTS
-    if np.ndim(Q) == 3:  # heads side by side: the pass writes them there, so that Y is a view
-        beside = np.empty((batch, queries, heads, v.shape[3]), np.result_type(q, k, v))
-        options["out"] = beside.swapaxes(1, 2)
+    if np.ndim(Q) == 3:  # concatenated heads: the pass writes them there, so that Y is a view
+        joined = np.empty((batch, queries, heads, v.shape[3]), np.result_type(q, k, v))
+        options["out"] = joined.swapaxes(1, 2)
     # The keys that a short mask does not reach are excluded in every row: left out, they need no padded mask.
     result = _fused(q, k[:, :, :reach], v[:, :, :reach], **options)
     Y, weights = (result.out, result.weights) if isinstance(result, AttentionResult) else (result, None)
     if np.ndim(Q) == 3:
-        Y = beside.reshape(batch, queries, heads * v.shape[3])
+        Y = joined.reshape(batch, queries, heads * v.shape[3])
     scores = None
     if weights is not None:
         scores = np.zeros((batch, heads, queries, keys), dtype)

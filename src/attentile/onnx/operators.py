@@ -144,7 +144,7 @@ def rotary_embedding(
         )
     cos, sin, places = _caches(cos, sin, position_ids, batch, rows, dim // 2)
     out: Array = np.empty(given.shape, given.dtype.newbyteorder("="))
-    # Heads side by side are written there, so that the result is no copy.
+    # Concatenated heads are written there, so that the result is no copy.
     heads_of_out = out if given.ndim == 4 else out.reshape(batch, rows, heads, width).swapaxes(1, 2)
     _rotary(x, places, rotary_dim=dim, interleaved=bool(interleaved), cos=cos, sin=sin, out=heads_of_out)
     return out
@@ -192,7 +192,7 @@ def tensor_scatter(
     axis : int
         The sequence axis; not 0.
     mode : {"linear", "circular"}
-        linear: all entries must lie within the cache. circular: any index counts modulo S, entries go on at the start.
+        linear: all entries must lie within the cache. circular: indices count modulo S, and entries wrap around.
 
     Returns
     -------
