@@ -256,7 +256,7 @@ def test_empty(impl, shape):
         ({"num_threads": 0}, ValueError, "num_threads"),
     ],
 )
-def test_errors(impl, change, error, words):
+def test_errors(either, change, error, words):
     with pytest.raises(error, match=rf"^attention_stats: .*{words}"):
         attention_stats(np.ones((3, 4)), np.ones((3, 4)), np.ones((3, 4)), **change)
 
