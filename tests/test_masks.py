@@ -402,6 +402,51 @@ def test_segment_ids_of_mixed_signedness_are_compared_exactly(impl):
     np.testing.assert_array_equal(attention(q, k, np.eye(2), segments=wrapped), [[0, 0], [0, 1]])
 
 
+@pytest.mark.parametrize("lead", [(2,), (3, 2)])
+def test_two_arrays_of_ids_that_could_be_two_items(impl, lead):
+    """A tuple is (query ids, key ids); where it could be the ids of two items as well, only the axes tell."""
+    q, k, v = np.random.default_rng(72).standard_normal((3, *lead, 1, 4, 8))
+    a, b = np.array([0, 0, 1, 1]), np.array([1, 0, 0, 0])
+    axes = (*(1,) * len(lead), 4)
+    for pair in ((a, b), (a.tolist(), b.tolist()), (a, a)):
+        with pytest.raises(ValueError, match=r"shape \(4,\), which may be \(query ids, key ids\) or the ids of two"):
+            attention(q, k, v, segments=pair)
+    as_pair = attention(q, k, v, segments=(a.reshape(axes), b.reshape(axes)))
+    np.testing.assert_allclose(as_pair, attention(q, k, v, mask=a[:, None] == b), atol=1e-12)
+    as_items = attention(q, k, v, segments=[a, b])
+    items = np.stack([a, b])
+    np.testing.assert_allclose(as_items, attention(q, k, v, mask=(items[:, :, None] == items[:, None])[:, None]))
+    attention(*(x[..., :1, :, :, :] for x in (q, k, v)), segments=(a, b))  # not two items: one meaning
+
+
+def test_segments_of_many_items(impl):
+    """Each item has its own ids, in runs, in any order, negative, huge or of another item's number."""
+    rng = np.random.default_rng(73)
+    q, k, v = rng.standard_normal((3, 300, 1, 8, 4))
+    runs = np.sort(rng.integers(0, 4, (300, 8)), axis=1)
+    names = rng.permuted(np.tile([7, -3, 0, 12], (300, 1)), axis=1)
+    for ids in (runs, np.take_along_axis(names, runs, axis=1), runs - 2**62, runs * 2**61, runs.astype(np.uint8)):
+        mask = (ids[:, :, None] == ids[:, None, :])[:, None]
+        want = attention(q, k, v, mask=mask)
+        for given in (ids, list(ids), (ids, ids.astype(np.int64))):
+            np.testing.assert_allclose(attention(q, k, v, segments=given), want, atol=1e-12)
+    others = rng.integers(0, 5, (300, 8))
+    got = attention(q, k, v, segments=(others, runs))
+    np.testing.assert_allclose(
+        got, attention(q, k, v, mask=(others[:, :, None] == runs[:, None, :])[:, None]), atol=1e-12
+    )
+
+
+def test_ids_of_items_take_no_loop_over_them(monkeypatch):
+    q = np.zeros((5000, 1, 8, 2), np.float32)
+    calls = []
+    for name in ("flatnonzero", "searchsorted", "repeat"):
+        real = getattr(np, name)
+        monkeypatch.setattr(np, name, lambda *a, real=real, **kw: calls.append(1) or real(*a, **kw))
+    attention(q, q, q, segments=np.tile([0, 0, 0, 1, 1, 1, 2, 2], (5000, 1)))
+    assert 0 < len(calls) < 10
+
+
 def test_an_unlimited_window_goes_with_q_start(impl):
     x = np.random.default_rng(70).standard_normal((3, 4))
     np.testing.assert_array_equal(attention(x, x, x, q_start=0, window=(None, None)), attention(x, x, x, key_lengths=3))

@@ -164,7 +164,7 @@ def _lead(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> tuple[i
 
 
 def _before(before: Any, shape: tuple[int, ...], width: int, dtype: np.dtype[Any]) -> Partial | None:
-    """The rows that are gone on from, in the dtype of the arithmetic."""
+    """The unfinished rows that this call continues, in the dtype of the arithmetic."""
     if before is None:
         return None
     if not isinstance(before, Partial):
@@ -247,7 +247,7 @@ class Scores:
         return 0 in self.shape
 
     def without_values(self, v: Array) -> Array:
-        """A column of zeros in the place of values of width 0, for what is computed beside the output."""
+        """A column of zeros in place of values of width 0, for results other than the output."""
         if self.before is not None:
             self.before = self.before._replace(o=np.zeros((*self.shape[:-1], 1), self.compute))
         return np.zeros((*v.shape[:-1], 1), self.compute)

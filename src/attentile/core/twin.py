@@ -30,6 +30,7 @@ Place = tuple[slice, ...]
 
 _BLOCK = 2**17  # scores, which stay in a second-level cache from one step to the next
 _LEAST_ROWS = 64  # of a group, if there are so many: products of fewer rows wait for the keys
+_FEW_KEYS = 64  # it takes longer to find those that no row sees than to compute all
 _EVERY = slice(None)
 _LOWEST = {np.dtype(real).itemsize: np.finfo(real).min for real in (np.float32, np.float64)}
 
@@ -90,6 +91,7 @@ class _Rows(NamedTuple):
     m: Array  # (..., rows, 1) largest score, but the lowest finite number instead of -inf
     total: Array  # (..., rows, 1) sum of exp(score - m)
     values: Array  # (..., rows, Dv) sum of the values with these weights
+    full: bool = True  # no total is 0
 
 
 class _Blocks:
@@ -145,7 +147,7 @@ class _Blocks:
         return found.reshape(*found.shape[:-3], heads, count, found.shape[-1])
 
     def block(self, place: Place | None) -> _Block:
-        """Step 1 and 2."""
+        """Steps 1 and 2."""
         source = self.source
         keys, excluded = self.exclusions(place)
         q = np.multiply(cut(self.q, place), self.q.dtype.type(source.scale), order="C")
@@ -181,9 +183,11 @@ class _Blocks:
         keys, excluded = _EVERY, []
         if self.intervals is not None:
             lo, hi = (self.by_row(side, place) for side in self.intervals)
-            # score_mod gets every key.
-            keys = slice(0, source.keys) if source.score_mod is not None else _seen(lo, hi)
-            excluded = _outside(lo, hi, keys)
+            if source.score_mod is None and source.keys > _FEW_KEYS:
+                keys = _seen(lo, hi)
+                excluded = _outside(lo, hi, keys)
+            else:  # score_mod gets every key
+                excluded = [(_EVERY, _beyond(lo, hi, 0, source.keys))]
         if source.mask is not None:
             mask = self.by_score(source.mask, place, keys)
             if not mask.all():
@@ -231,12 +235,16 @@ def _outside(lo: Array, hi: Array, keys: slice) -> list[tuple[slice, Array]]:
     """What the intervals of the rows exclude: before and after the keys that every row sees."""
     first, end = int(lo.max()), int(hi.min())
     sides = [(keys.start, first), (end, keys.stop)] if first < end else [(keys.start, keys.stop)]
-    found = []
-    for start, stop in sides:
-        if start < stop:
-            j = np.arange(start, stop)
-            found.append((slice(start - keys.start, stop - keys.start), (j < lo) | (j >= hi)))
-    return found
+    return [
+        (slice(start - keys.start, stop - keys.start), _beyond(lo, hi, start, stop))
+        for start, stop in sides
+        if start < stop
+    ]
+
+
+def _beyond(lo: Array, hi: Array, start: int, stop: int) -> Array:
+    j = np.arange(start, stop)
+    return (j < lo) | (j >= hi)
 
 
 def _exclude(scores: Array, where: Array) -> None:
@@ -309,13 +317,13 @@ def _weighed(blocks: _Blocks, block: _Block, v: Array | None) -> _Rows:
     if before is not None:
         share = np.exp(before.m - m)
         total, values = total + share * before.total, values + share * before.values
-    return _Rows(m, total, values)
+    return _Rows(m, total, values, bool(total.all()))
 
 
 def _final_total(block: _Block, rows: _Rows, sink: Array | None) -> Array:
     """The sum of exp that a row is divided by: with the sink; 0 without keys, NaN if all its keys score -inf."""
     total = rows.total
-    if not total.all():
+    if not rows.full:
         total = np.where((total == 0) & block.allowed().any(axis=-1, keepdims=True), np.nan, total)
     if sink is not None:  # in float64, where inf means that it takes all
         total = np.where(total == 0, 0, total + np.exp(sink - rows.m.astype(np.float64)))
@@ -342,7 +350,7 @@ def _write(outputs: Any, block: _Block, rows: _Rows, sink: Array | None) -> None
     if outputs.out is not None:
         total, out = _final_total(block, rows, sink), cut(outputs.out, place)
         np.divide(rows.values, total, out=out)
-        if block.excluded and not total.all():
+        if not rows.full:
             np.copyto(out, 0, where=total == 0)
         if outputs.weights is not None:
             cut(outputs.weights, place)[..., block.keys] = _shares(block, total)
