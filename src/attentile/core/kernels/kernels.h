@@ -68,6 +68,9 @@ _Static_assert(sizeof(void*) == 8, "the core is for processors of 64 bits");
 #define AT_LOG2E 1.4426950408889634074
 #define AT_LN2 0.69314718055994530942
 
+/* Formats of an array that is not in the type of the tiles. */
+enum { AT_F16, AT_BF16, AT_F32, AT_F64 };
+
 /* Rows that are needed soon and lie outside the core's caches: `bytes` from rows[r] + offset on, or from data + r * stride
  * where rows is NULL. Their way from L3 or memory hides behind the scores, if it is spread over their tiles; as one burst it
  * would not. */
@@ -104,6 +107,9 @@ typedef struct {
     void (*scores[AT_MAX_VECTORS])(void* st, void* running_max, const void* qt, const char* k, ptrdiff_t k_stride,
                                    ptrdiff_t k_step, ptrdiff_t width, ptrdiff_t keys, const at_ahead* ahead,
                                    int n_ahead);
+
+    /* to[j] = the element at row + j * stride, which has another format: rounded once, finite numbers staying finite. */
+    void (*convert)(void* to, const char* row, ptrdiff_t stride, ptrdiff_t n, int format);
 
     /* st[j][r] += log2(e) * rows[r][j], finite bias staying finite; an infinite bias replaces the score. */
     void (*add_bias)(void* st, void* running_max, const char* const* rows, ptrdiff_t key_stride, ptrdiff_t n_rows,
