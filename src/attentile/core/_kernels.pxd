@@ -19,6 +19,7 @@ cdef extern from "kernels/kernels.h" nogil:
         AT_PANEL
         AT_FEW_KEYS
         AT_PEAK_FMAS
+        AT_STRIP_PAIRS
         AT_ANGLE_BLOCK
     const double LOG2E "AT_LOG2E"
     const double LN2 "AT_LN2"
@@ -119,7 +120,7 @@ cdef extern from "kernels/kernels.h" nogil:
                       Py_ssize_t pairs) noexcept nogil
         void (*sum_of)(double *table, const double *a, const double *b, Py_ssize_t pairs, double cosine_factor,
                        double sine_factor, int neighbours) noexcept nogil
-        void (*turn_rows[2][2])(const at_rotary_rows *rows) noexcept nogil
+        void (*turn_rows[4][2])(const at_rotary_rows *rows) noexcept nogil
 
     ctypedef struct at_isa:
         const char *name

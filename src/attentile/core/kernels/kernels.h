@@ -68,7 +68,7 @@ _Static_assert(sizeof(void*) == 8, "the core is for processors of 64 bits");
 #define AT_LOG2E 1.4426950408889634074
 #define AT_LN2 0.69314718055994530942
 
-/* Formats of an array that is not in the type of the tiles. */
+/* Formats of numbers, where they need not be the type of the tiles. */
 enum { AT_F16, AT_BF16, AT_F32, AT_F64 };
 
 /* Rows that are needed soon and lie outside the core's caches: `bytes` from rows[r] + offset on, or from data + r * stride
@@ -224,6 +224,7 @@ typedef struct {
  * Measured against exact values up to an angle of 2^40: sincos and turn are off by at most 8.2e-17, rows by 2.6e-16
  * (without FMA 2.9e-16). Beyond, the error of ratio^i shows: up to 5e-15 at 2^50. */
 #define AT_ANGLE_BLOCK 8
+#define AT_STRIP_PAIRS 256 /* most pairs of a row that are at work at once */
 
 /* Rows for turn_rows: row r lies at x + r * x_stride and goes to y + r * y_stride (bytes). y may be x; other overlaps are
  * not allowed. Elements from tail_from on, `tail` of them, are copied. Row r is turned by table + r * pitch: cosines
@@ -266,8 +267,8 @@ typedef struct {
     void (*sum_of)(double* table, const double* a, const double* b, ptrdiff_t pairs, double cosine_factor,
                    double sine_factor, int neighbours);
 
-    /* [float, double][halves, neighbours]: the pairs of each row turned by its table, rounded once at the end. */
-    void (*turn_rows[2][2])(const at_rotary_rows* rows);
+    /* [AT_F16 ...][halves, neighbours]: the pairs of each row turned by its table, rounded once at the end. */
+    void (*turn_rows[4][2])(const at_rotary_rows* rows);
 } at_angles;
 
 typedef struct {
