@@ -64,18 +64,20 @@ class Model:
     """The same tokens in plain lists, nothing ever dropped."""
 
     def __init__(
-        self, batch: int, heads: int, width: int, value_width: int, dtype: Any, window: Any, sinks: int
+        self, batch: int, heads: int, width: int, value_width: int, dtype: Any, window: Any, sink_tokens: int
     ) -> None:
         self.k: list[Array] = [np.zeros((heads, 0, width), dtype) for _ in range(batch)]
         self.v: list[Array] = [np.zeros((heads, 0, value_width), dtype) for _ in range(batch)]
         self.held_from = [0] * batch
-        self.window, self.sinks, self.heads, self.dtype = window, sinks, heads, dtype
+        self.window, self.sink_tokens, self.heads, self.dtype = window, sink_tokens, heads, dtype
         self.widths = (width, value_width)
 
     @classmethod
     def of(cls, cache: KVCache) -> Model:
         """An empty one of the same shape."""
-        return cls(cache.batch, cache.kv_heads, cache.head_dim, cache.value_dim, cache.dtype, cache.window, cache.sinks)
+        return cls(
+            cache.batch, cache.kv_heads, cache.head_dim, cache.value_dim, cache.dtype, cache.window, cache.sink_tokens
+        )
 
     @property
     def lengths(self) -> list[int]:
@@ -95,14 +97,14 @@ class Model:
 
     def can_truncate(self, ends: Any) -> bool:
         return self.window is None or all(
-            end - self.window[0] >= held or held <= self.sinks or end <= self.sinks
+            end - self.window[0] >= held or held <= self.sink_tokens or end <= self.sink_tokens
             for end, held in zip(ends, self.held_from, strict=True)
         )
 
     def truncate(self, ends: Any) -> None:
         for b, end in enumerate(ends):
             self.k[b], self.v[b] = self.k[b][:, :end], self.v[b][:, :end]
-            if end <= self.sinks:
+            if end <= self.sink_tokens:
                 self.held_from[b] = 0
 
     def reorder(self, items: Any) -> None:
@@ -130,7 +132,7 @@ class Model:
         chosen = []
         for b, n in enumerate(self.lengths):
             oldest = 0 if self.window is None else max(n - self.window[0] - 1, self.held_from[b])
-            chosen.append([t for t in range(n) if t < self.sinks or t >= oldest])
+            chosen.append([t for t in range(n) if t < self.sink_tokens or t >= oldest])
         most = max((len(own) for own in chosen), default=0)
         made = []
         for rows, width in zip((self.k, self.v), self.widths, strict=True):
@@ -147,7 +149,7 @@ class Model:
             for b, i in np.ndindex(len(self.k), rows):
                 at = int(start[b]) + i
                 seen[b, 0, i, max(at + 1, 0) :] = False
-                seen[b, 0, i, self.sinks : max(at - self.window[0], self.sinks)] = False
+                seen[b, 0, i, self.sink_tokens : max(at - self.window[0], self.sink_tokens)] = False
         return seen
 
     def lacks(self, rows: int, valid: Any) -> bool:
@@ -157,7 +159,7 @@ class Model:
         seen = self.seen(rows, valid - rows)
         for b, held in enumerate(self.held_from):
             seen[b, ..., valid[b] :] = False
-            if seen[b, ..., self.sinks : max(held, self.sinks)].any():
+            if seen[b, ..., self.sink_tokens : max(held, self.sink_tokens)].any():
                 return True
         return False
 

@@ -233,7 +233,7 @@ def test_growing_moves_no_token():
         seen = table[:, : t // 256 + 1]
 
 
-@pytest.mark.parametrize("options", [{}, {"window": (40, 0)}, {"window": (40, 0), "sinks": 20}])
+@pytest.mark.parametrize("options", [{}, {"window": (40, 0)}, {"window": (40, 0), "sink_tokens": 20}])
 @pytest.mark.parametrize("capacity", [61, 112, 700])
 def test_with_a_capacity_nothing_is_allocated_later(capacity, options):
     cache = KVCache(2, 2, 4, capacity, **options)
@@ -245,15 +245,15 @@ def test_with_a_capacity_nothing_is_allocated_later(capacity, options):
     assert pages_made(cache) == made
 
 
-@pytest.mark.parametrize(("left", "sinks", "most"), [(300, 4, 4), (256, 0, 2), (0, 1, 2)])
-def test_a_window_uses_its_pages_again(left, sinks, most):
-    cache, k = KVCache(1, 1, 4, window=(left, 0), sinks=sinks), normal(1, 1, 1, 4)
+@pytest.mark.parametrize(("left", "sink_tokens", "most"), [(300, 4, 4), (256, 0, 2), (0, 1, 2)])
+def test_a_window_uses_its_pages_again(left, sink_tokens, most):
+    cache, k = KVCache(1, 1, 4, window=(left, 0), sink_tokens=sink_tokens), normal(1, 1, 1, 4)
     for t in range(1200):
         cache.append(k, k)
-        held = {j // 256 for j in (*range(min(sinks, t + 1)), *range(max(t - left, 0), t + 1))}
+        held = {j // 256 for j in (*range(min(sink_tokens, t + 1)), *range(max(t - left, 0), t + 1))}
         assert pages_in_use(cache) == len(held)
         assert pages_made(cache) <= most  # a page that is given up is the next one to be taken
-    assert cache.keys().shape == (1, 1, sinks + left + 1, 4)
+    assert cache.keys().shape == (1, 1, sink_tokens + left + 1, 4)
 
 
 def test_a_failed_allocation_changes_nothing(monkeypatch):
@@ -280,10 +280,10 @@ def test_a_failed_allocation_changes_nothing(monkeypatch):
 
 @pytest.mark.parametrize("capacity", [None, 900])
 @pytest.mark.parametrize(
-    ("left", "sinks"), [(0, 0), (3, 0), (7, 2), (15, 300), (255, 0), (256, 4), (300, 300), (10**30, 1)]
+    ("left", "sink_tokens"), [(0, 0), (3, 0), (7, 2), (15, 300), (255, 0), (256, 4), (300, 300), (10**30, 1)]
 )
-def test_window_as_if_nothing_was_dropped(impl, left, sinks, capacity):
-    cache = KVCache(2, 1, 4, capacity, value_dim=3, window=(left, 0), sinks=sinks)
+def test_window_as_if_nothing_was_dropped(impl, left, sink_tokens, capacity):
+    cache = KVCache(2, 1, 4, capacity, value_dim=3, window=(left, 0), sink_tokens=sink_tokens)
     model, slopes = Model.of(cache), alibi_slopes(2)
     for seed, n in enumerate([1, 1, 5, 30, 1, 300, 1, 40, 1, 1, 260]):
         k, v = pair_of(2, 1, n, 4, 3, seed=seed)
@@ -299,9 +299,9 @@ def test_window_as_if_nothing_was_dropped(impl, left, sinks, capacity):
             assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize("sinks", [0, 3])
-def test_window_with_items_of_different_lengths(impl, sinks):
-    cache = KVCache(3, 2, 4, window=(5, 0), sinks=sinks)
+@pytest.mark.parametrize("sink_tokens", [0, 3])
+def test_window_with_items_of_different_lengths(impl, sink_tokens):
+    cache = KVCache(3, 2, 4, window=(5, 0), sink_tokens=sink_tokens)
     model = Model.of(cache)
     for seed, counts in enumerate([(9, 0, 2), (1, 1, 1), (0, 4, 1), (300, 1, 20), (1, 1, 1)]):
         k, v = pair_of(3, 2, max(counts), 4, seed=seed)
@@ -317,9 +317,9 @@ def test_window_with_items_of_different_lengths(impl, sinks):
             assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize("sinks", [0, 2])
-def test_window_without_causal_looks_back_all_the_same(impl, sinks):
-    cache, k = KVCache(1, 1, 4, window=(3, 0), sinks=sinks), normal(1, 1, 9, 4)
+@pytest.mark.parametrize("sink_tokens", [0, 2])
+def test_window_without_causal_looks_back_all_the_same(impl, sink_tokens):
+    cache, k = KVCache(1, 1, 4, window=(3, 0), sink_tokens=sink_tokens), normal(1, 1, 9, 4)
     cache.append(k, k)
     q = normal(1, 1, 2, 4)
     assert_same(impl, cache.attend(q, causal=False), cache.attend(q))
@@ -329,7 +329,7 @@ def test_window_without_causal_looks_back_all_the_same(impl, sinks):
 
 
 def test_capacity_of_a_window_counts_what_is_held():
-    cache = KVCache(1, 1, 2, 10, window=(4, 0), sinks=3)
+    cache = KVCache(1, 1, 2, 10, window=(4, 0), sink_tokens=3)
     one = normal(1, 1, 10, 2)
     cache.append(one, one)
     for _ in range(50):
@@ -342,7 +342,7 @@ def test_capacity_of_a_window_counts_what_is_held():
 
 
 def test_rows_that_need_dropped_tokens_are_refused():
-    cache, k = KVCache(2, 1, 4, window=(4, 0), sinks=2), normal(2, 1, 20, 4)
+    cache, k = KVCache(2, 1, 4, window=(4, 0), sink_tokens=2), normal(2, 1, 20, 4)
     cache.append(k, k, lengths=[20, 7])
     cache.append(k[:, :, :1], k[:, :, :1])  # held from 16 and from 3
     q = normal(2, 1, 1, 4)
@@ -371,8 +371,8 @@ def test_lengths_are_a_copy_and_results_too():
 
 
 def test_repr():
-    assert repr(ragged(window=(600, 0), sinks=2)[0]) == (
-        "KVCache(batch=3, kv_heads=2, head_dim=8, dtype=float32, value_dim=5, window=(600, 0), sinks=2): "
+    assert repr(ragged(window=(600, 0), sink_tokens=2)[0]) == (
+        "KVCache(batch=3, kv_heads=2, head_dim=8, dtype=float32, value_dim=5, window=(600, 0), sink_tokens=2): "
         "17 to 300 tokens, 4 pages of 256 (104.0 KiB)"
     )
     assert "capacity=4096): 0 tokens, 0 pages of 256 (0.0 KiB)" in repr(KVCache(1, 1, 1, 4096))

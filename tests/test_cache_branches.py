@@ -60,7 +60,7 @@ def test_truncate_and_go_on(impl):
 
 
 def test_truncate_a_window(impl):
-    cache = KVCache(1, 1, 4, window=(4, 0), sinks=2)
+    cache = KVCache(1, 1, 4, window=(4, 0), sink_tokens=2)
     model = Model.of(cache)
     for seed, (n, end) in enumerate(
         [(20, 20), (5, 20), (3, 22), (1, 22), (300, 200), (50, 2), (9, 8), (600, 0), (3, 3)]
@@ -81,7 +81,7 @@ def test_truncate_a_window(impl):
 
 
 def test_truncate_is_refused_where_the_next_row_would_lack_tokens():
-    cache, k = KVCache(1, 1, 4, window=(4, 0), sinks=2), normal(1, 1, 20, 4)
+    cache, k = KVCache(1, 1, 4, window=(4, 0), sink_tokens=2), normal(1, 1, 20, 4)
     cache.append(k, k)
     cache.append(k[:, :, :3], k[:, :, :3])  # held from 16: rows from 20 on
     before = state_of(cache)
@@ -96,18 +96,18 @@ def test_truncate_is_refused_where_the_next_row_would_lack_tokens():
     assert_array_equal(cache.keys(), k[:, :, :2])
 
 
-@pytest.mark.parametrize("sinks", [0, 3])
+@pytest.mark.parametrize("sink_tokens", [0, 3])
 @pytest.mark.parametrize("n", [1, 20, 255, 256, 257])
-def test_truncate_to_where_the_window_holds_nothing(impl, n, sinks):
-    cache = KVCache(1, 1, 4, window=(0, 0), sinks=sinks)
+def test_truncate_to_where_the_window_holds_nothing(impl, n, sink_tokens):
+    cache = KVCache(1, 1, 4, window=(0, 0), sink_tokens=sink_tokens)
     model, k = Model.of(cache), normal(1, 1, n, 4)
     for tokens in (k, k[:, :, :1]):
         for each in (cache, model):
             each.append(tokens, tokens)
     cache.truncate(n)
     model.truncate([n])
-    assert cache.keys().shape[2] == min(n, sinks)
-    assert pages_in_use(cache) == (min(n, sinks) > 0)
+    assert cache.keys().shape[2] == min(n, sink_tokens)
+    assert pages_in_use(cache) == (min(n, sink_tokens) > 0)
     for each in (cache, model):
         each.append(k, k)
     poison(cache)
@@ -196,7 +196,7 @@ def test_beams_of_a_full_batch_need_no_more_pages():
 
 @pytest.mark.parametrize("way", ["copy", "deepcopy", "pickle"])
 def test_copies_are_independent(way):
-    cache, _ = ragged(window=(20, 0), sinks=3)
+    cache, _ = ragged(window=(20, 0), sink_tokens=3)
     twin = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda c: pickle.loads(pickle.dumps(c))}[way](cache)
     before, tokens = state_of(cache)[:-1], cache.keys()
     assert_array_equal(twin.keys(), tokens)
@@ -314,7 +314,7 @@ CHANGES = {
 def broken_off(change: str, at: int) -> int:
     """Breaks the change off at this line of pages.py; the cache and its fork must be sound. Returns the lines run."""
     k = normal(2, 1, 700, 4)
-    cache = KVCache(2, 1, 4, window=(60, 0), sinks=3)  # the next append drops the second page of each item
+    cache = KVCache(2, 1, 4, window=(60, 0), sink_tokens=3)  # the next append drops the second page of each item
     cache.append(k[:, :, :600], k[:, :, :600])
     twin = cache.fork()
     q, interrupter, before = normal(2, 1, 2, 4), Interrupter(at), sys.gettrace()

@@ -168,7 +168,7 @@ def interrupt(*_):
 
 signal.signal(signal.SIGALRM, interrupt)
 for turn in range(150 * int(os.environ["ATTENTILE_STRESS_ROUNDS"])):
-    cache = KVCache(1, 4, 32, window=(40, 0), sinks=3)
+    cache = KVCache(1, 4, 32, window=(40, 0), sink_tokens=3)
     twin = cache.fork()
     try:
         armed = True

@@ -93,7 +93,7 @@ def _check_held(held: Held, start: Index, rows: int, valid: Index) -> None:
         return
     held_from = held.held_from
     position = start[:, None] + np.arange(rows)
-    first = np.maximum(position - held.left, held.sinks)
+    first = np.maximum(position - held.left, held.sink_tokens)
     gone = first < np.minimum(np.minimum(position + 1, valid[:, None]), held_from[:, None])
     if gone.any():
         item, row = np.argwhere(gone)[0]
@@ -110,14 +110,14 @@ def _check_held(held: Held, start: Index, rows: int, valid: Index) -> None:
 def _attend(held: Held, q: Array, options: dict[str, Any], threads: int) -> Array | AttentionResult:
     """q, rotated, over what is held; options: those of _place()."""
     view = held.view()
-    python = options.get("score_mod") is not None or (held.sinks and options.get("segments") is not None)
+    python = options.get("score_mod") is not None or (held.sink_tokens and options.get("segments") is not None)
     on_pages = view is not None and not python and promoted("attention", q)[0] == held.dtype
     if on_pages:  # nothing but their shapes and dtype is asked of keys and values
         shape = (held.batch, held.kv_heads, held.length)
         k, v = (np.broadcast_to(np.zeros((), held.dtype), (*shape, width)) for width in (held.head_dim, held.value_dim))
     else:
         k, v = held.copies([held.runs(item) for item in range(held.batch)], gaps=True)
-        if held.window is not None and held.sinks:
+        if held.window is not None and held.sink_tokens:
             options = options | {"mask": _window_as_mask(held, q, options), "window": (None, 0)}
     scores = Scores(q, k, v, options, keep=on_pages)
     outputs = Outputs(scores, v, options)
@@ -135,6 +135,6 @@ def _window_as_mask(held: Held, q: Array, options: dict[str, Any]) -> Array:
     """The caller's mask, and the window with its kept first tokens, which is no window that Scores knows."""
     key = np.arange(held.length)
     position = options["q_start"][:, None, None, None] + np.arange(q.shape[2])[:, None]
-    seen: Array = (key >= position - held.left) | (key < held.sinks)
+    seen: Array = (key >= position - held.left) | (key < held.sink_tokens)
     mask = check_mask(options.get("mask"), (*q.shape[:3], held.length))
     return seen if mask is None else seen & mask

@@ -16,7 +16,7 @@ File = str | os.PathLike[str] | BinaryIO
 
 FORMAT = "attentile.KVCache 1"
 _NAMES = ("config", "lengths", "held_from", "keys", "values")
-_SETTINGS = ("batch", "kv_heads", "head_dim", "capacity", "value_dim", "dtype", "window", "sinks", "rotary")
+_SETTINGS = ("batch", "kv_heads", "head_dim", "capacity", "value_dim", "dtype", "window", "sink_tokens", "rotary")
 _TABLE = "rotary_"  # prefix of the arrays among the options of the rotary embedding
 
 
@@ -59,6 +59,8 @@ def restore(kind: Callable[..., Any], stored: dict[str, Array]) -> Any:
 
     try:
         config = json.loads(str(stored["config"][()]))
+        if "sinks" in config:  # the name of sink_tokens in older files
+            config["sink_tokens"] = config.pop("sinks")
         for name, array in stored.items():
             if name.startswith(_TABLE):
                 config["rotary"][name.removeprefix(_TABLE)] = array

@@ -47,8 +47,8 @@ class KVCache:
         Of the storage. What is appended is converted to it.
     window : (left, 0), optional
         A row at position t sees the tokens t - left ... t. Older ones are dropped and their pages used again.
-    sinks : int
-        With a window: the first tokens, which are kept and which every later row sees.
+    sink_tokens : int
+        With a window: how many of the first tokens are kept all the same; every later row sees them.
     rotary : dict, optional
         Keyword arguments of `rotary_embedding` (base, rotary_dim, interleaved, scaling, cos, sin). Keys are rotated
         when they are appended, queries when they attend, at their positions. The frequencies of dynamic and longrope
@@ -61,13 +61,13 @@ class KVCache:
         Tokens appended so far, of the longest item; dropped ones count.
     lengths : ndarray of intp, shape (batch,)
         The same for each item; a copy.
-    batch, kv_heads, head_dim, value_dim, capacity, dtype, window, sinks, rotary
+    batch, kv_heads, head_dim, value_dim, capacity, dtype, window, sink_tokens, rotary
         As given.
 
     Raises
     ------
     TypeError, ValueError
-        A size that is not a positive integer, another dtype, a window that looks ahead, sinks without a window, more
+        A size that is not a positive integer, another dtype, a window that looks ahead, sink_tokens without a window, more
         storage than can be addressed, an unknown option of rotary.
     IndexError
         Tables of `rotary` without a row.
@@ -75,7 +75,7 @@ class KVCache:
     Notes
     -----
     The rows of an append that starts at length n need the tokens from n - left on, so held_from, for each item, is
-    the largest n - left of its appends, at least 0. Tokens below held_from are gone, except the first `sinks`; an
+    the largest n - left of its appends, at least 0. Tokens below held_from are gone, except the first `sink_tokens`; an
     `attend` or `truncate` that needs one of them raises. All rows of the latest append can always attend, even if it
     was longer than the window. Results are those of a full cache, as if nothing had been dropped.
 
@@ -111,10 +111,10 @@ class KVCache:
         value_dim: int | None = None,
         dtype: DTypeLike = "float32",
         window: tuple[int, int] | None = None,
-        sinks: int = 0,
+        sink_tokens: int = 0,
         rotary: Mapping[str, Any] | None = None,
     ) -> None:
-        held = Held(batch, kv_heads, (head_dim, value_dim), capacity, dtype, window, sinks, rotary)
+        held = Held(batch, kv_heads, (head_dim, value_dim), capacity, dtype, window, sink_tokens, rotary)
         self.held = held  # internal: the way in for the other rooms of this package
         self.kv_heads = held.kv_heads
         self.head_dim = held.head_dim
@@ -122,7 +122,7 @@ class KVCache:
         self.capacity = held.capacity
         self.dtype = held.dtype
         self.window = held.window
-        self.sinks = held.sinks
+        self.sink_tokens = held.sink_tokens
 
     @property
     def batch(self) -> int:
@@ -147,7 +147,7 @@ class KVCache:
     def __repr__(self) -> str:
         value_dim = self.value_dim if self.value_dim != self.head_dim else None
         extra: dict[str, Any] = {"value_dim": value_dim, "capacity": self.capacity, "window": self.window}
-        extra |= {"sinks": self.sinks or None, "rotary": self.held.rotary}
+        extra |= {"sink_tokens": self.sink_tokens or None, "rotary": self.held.rotary}
         options = "".join(f", {name}={value}" for name, value in extra.items() if value is not None)
         tokens = " to ".join(str(n) for n in sorted({int(self.held.lengths.min(initial=self.length)), self.length}))
         tokens += " token" if tokens == "1" else " tokens"
@@ -196,8 +196,8 @@ class KVCache:
             Those of `attention`. S is `length`, the tokens ever appended to the longest item, for the shapes of mask,
             bias and the returned weights. Differences: causal is "lower_right" by default, True if q_start is given;
             without q_start and causal, window and ALiBi count from the last L tokens. key_lengths may not exceed the
-            lengths of the items, which are its default. window is refused if the cache has one. sinks are logits, as
-            in `attention`, not the first tokens that a cache with a window keeps.
+            lengths of the items, which are its default. window is refused if the cache has one. `sinks` are
+            logits, as in `attention`; `sink_tokens` of the cache are tokens.
 
             After an append with `lengths` the queries' padding, too, comes last in each row: give the lengths before
             the append as ``q_start``. With tables, dynamic or longrope scaling in `rotary`, rows behind the end of an

@@ -1,6 +1,6 @@
 """What a cache holds of the tokens of each item, and what it drops: the books, and every change of them.
 
-    window=(4, 0), sinks=2, 12 tokens in:      token      0 1 2 3 4 5 6 7 8 9 . .
+    window=(4, 0), sink_tokens=2, 12 tokens:     token      0 1 2 3 4 5 6 7 8 9 . .
                                                held       x x . . . . . x x x x x      held_from = 7
     the next row stands at 12 and sees                    x x             x x x x +itself
 
@@ -74,7 +74,7 @@ def _window(window: Any) -> tuple[int, int] | None:
 class Held:
     """The tokens of a cache: its settings, arrays with one entry for each item, and the pages.
 
-    lengths: tokens ever appended. held_from: those below it are gone, but for the first `sinks`. writable: end of the
+    lengths: tokens ever appended. held_from: those below it are gone, but for the first `sink_tokens`. writable: end of the
     last page, if that is there and nobody else's, or 0. Arrays are replaced and never written to, except by the core,
     whose view of them (`made`) writes lengths and held_from.
     """
@@ -87,7 +87,7 @@ class Held:
         capacity: int | None,
         dtype: DTypeLike,
         window: Any,
-        sinks: int,
+        sink_tokens: int,
         rotary: Any,
     ) -> None:
         """The arguments of KVCache, unchecked; widths: of a key and of a value."""
@@ -100,10 +100,10 @@ class Held:
         self.dtype = _storage_dtype(dtype)
         self.window = _window(window)
         self.left = FAR if self.window is None else self.window[0]
-        self.sinks = _count("sinks", sinks, 0)
-        if self.sinks and self.window is None:
+        self.sink_tokens = _count("sink_tokens", sink_tokens, 0)
+        if self.sink_tokens and self.window is None:
             raise ValueError(
-                f"KVCache: sinks={self.sinks} keeps first tokens beside a window; give window=(left, 0) too"
+                f"KVCache: sink_tokens={self.sink_tokens} keeps first tokens beside a window; give window=(left, 0) too"
             )
         size = CHUNK  # a chunk of the pass; a small cache has one smaller page for each item
         if self.capacity is not None and self.window is None:
@@ -126,7 +126,7 @@ class Held:
         capacity = self.capacity or 0
         pages = -(-capacity // size)
         if capacity and self.window is not None:
-            kept = min(self.sinks, capacity)
+            kept = min(self.sink_tokens, capacity)
             pages = -(-kept // size) + (capacity - kept + 2 * size - 2) // size
         needed = max(batch, 1) * max(pages, 1) * size * self.kv_heads * (self.head_dim + self.value_dim)
         if needed * self.dtype.itemsize > sys.maxsize:
@@ -156,7 +156,7 @@ class Held:
             left = -1 if self.window is None else self.window[0]
             capacity = -1 if self.capacity is None else self.capacity
             arrays = (self.pages.table, self.lengths, self.held_from, self.writable)
-            limits = (left, self.sinks, capacity)
+            limits = (left, self.sink_tokens, capacity)
             self.made = core.CacheView(self.page_shape, arrays, self.dtype, limits, self.rotary is not None)
         return self.made
 
@@ -192,7 +192,7 @@ class Held:
         self.made = None
         self.held_from = held_from
         try:
-            self.pages.open(self.lengths, counts, before if keep else held_from, self.sinks)
+            self.pages.open(self.lengths, counts, before if keep else held_from, self.sink_tokens)
         except BaseException:
             self.held_from = before if self.pages.table is table else held_from
             raise
@@ -232,7 +232,7 @@ class Held:
         """Refuses counts[b] more tokens than an item may hold when it has dropped those below held_from[b]."""
         if self.capacity is None:
             return
-        held = self.lengths + counts - np.maximum(held_from - self.sinks, 0)
+        held = self.lengths + counts - np.maximum(held_from - self.sink_tokens, 0)
         if held.max(initial=0) > self.capacity:
             item = int(held.argmax())
             raise ValueError(
@@ -255,7 +255,7 @@ class Held:
         """The runs (first, end) of the tokens of an item that are held; of the later ones, those from held_from on."""
         end = int(self.lengths[item])
         later = max(int(self.held_from[item]), held_from)
-        runs = [(0, end)] if later <= self.sinks else [(0, min(self.sinks, end)), (later, end)]
+        runs = [(0, end)] if later <= self.sink_tokens else [(0, min(self.sink_tokens, end)), (later, end)]
         return [(first, last) for first, last in runs if first < last]
 
     def visible(self) -> list[list[tuple[int, int]]]:
@@ -285,22 +285,22 @@ class Held:
         """KVCache.truncate, where the core's view did not do it."""
         ends = between("KVCache.truncate", "length", length, self.lengths, "the lengths of the items")
         if self.window is not None:
-            whole = (self.held_from <= self.sinks) | (ends <= self.sinks)
+            whole = (self.held_from <= self.sink_tokens) | (ends <= self.sink_tokens)
             lost = ~whole & (ends - self.left < self.held_from)
             if lost.any():
                 item = int(lost.argmax())
                 raise ValueError(
                     f"KVCache.truncate: item {item} cannot go back to {ends[item]} tokens; the window has dropped "
                     f"those before {self.held_from[item]}, which leaves lengths from "
-                    f"{self.held_from[item] + self.left} on, or up to {self.sinks}"
+                    f"{self.held_from[item] + self.left} on, or up to {self.sink_tokens}"
                 )
         size = self.pages.pool.page_keys
         same_page = (ends - 1) // size == (self.lengths - 1) // size
         self.made = None
         self.lengths = ends
-        self.held_from = np.where(ends <= self.sinks, 0, self.held_from)
+        self.held_from = np.where(ends <= self.sink_tokens, 0, self.held_from)
         # Where the window holds no later token any more, only the kept first ones stay.
-        stay = np.where(self.held_from < ends, ends, np.minimum(self.sinks, ends))
+        stay = np.where(self.held_from < ends, ends, np.minimum(self.sink_tokens, ends))
         self.pages.cut(stay)
         self._replaced(np.where(same_page & (stay == ends), self.writable, 0))
 
@@ -357,6 +357,6 @@ class Held:
         if (held_from // size != self.held_from // size).any():
             self.made = None
             with suppress(MemoryError):  # the call has succeeded; the next append tries again
-                self.pages.open(self.lengths, np.zeros_like(self.lengths), self.held_from, self.sinks)
+                self.pages.open(self.lengths, np.zeros_like(self.lengths), self.held_from, self.sink_tokens)
             self.view()
         return result

@@ -107,8 +107,8 @@ cdef class CacheView:
     """The arrays of a KVCache, held ready for its calls.
 
     shape and table as in store_tokens; lengths and held_from (B,) are read and, by append and truncate, written;
-    writable (B,): tokens up to which an item's pages are there and its own. left, kept, capacity: window, sinks and
-    capacity of the cache, -1 for none; rotary: queries have positions even if nothing else asks for them. A view is
+    writable (B,): tokens up to which an item's pages are there and its own. left, kept, capacity: window, sink_tokens
+    and capacity of the cache, -1 for none; rotary: queries have positions even if nothing else asks for them. A view is
     good until the cache replaces one of its arrays. What a method answers with False or None is for Python to convert
     or explain.
     """
