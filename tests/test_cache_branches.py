@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import inspect
 import pickle
 import sys
 import threading
@@ -270,21 +269,30 @@ def test_addresses_of_the_upper_half_of_memory():
 # ---- broken off ----
 
 
-PAGES = Path(pages.__file__).name
+ROOM = Path(pages.__file__).parent
 # Leaving a block is traced at its `with` again, before the lock is released; no signal is handled there.
-WITH = {number for number, line in enumerate(inspect.getsourcelines(pages)[0], 1) if line.strip().startswith("with ")}
+WITH = {
+    (path.name, number)
+    for path in ROOM.glob("*.py")
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+    if line.strip().startswith("with ")
+}
 
 
 class Interrupter:
-    """A trace function that raises KeyboardInterrupt at the n-th line of pages.py, as a signal could; 0 never does."""
+    """A trace function that raises KeyboardInterrupt at the n-th line of the cache's code, as a signal could; 0: never.
+
+    Not in what Python runs where it swallows exceptions.
+    """
 
     def __init__(self, at: int) -> None:
         self.at, self.lines = at, 0
 
     def __call__(self, frame, event, _):
-        if not frame.f_code.co_filename.endswith(PAGES) or frame.f_code.co_name == "__del__":
+        path = Path(frame.f_code.co_filename)
+        if path.parent != ROOM or frame.f_code.co_name == "__del__":
             return None
-        if event == "line" and frame.f_lineno not in WITH:
+        if event == "line" and (path.name, frame.f_lineno) not in WITH:
             self.lines += 1
             if self.lines == self.at:
                 raise KeyboardInterrupt
@@ -312,7 +320,7 @@ CHANGES = {
 
 
 def broken_off(change: str, at: int) -> int:
-    """Breaks the change off at this line of pages.py; the cache and its fork must be sound. Returns the lines run."""
+    """Breaks the change off at this line of the cache's code; the cache and its fork must be sound. The lines run."""
     k = normal(2, 1, 700, 4)
     cache = KVCache(2, 1, 4, window=(60, 0), sink_tokens=3)  # the next append drops the second page of each item
     cache.append(k[:, :, :600], k[:, :, :600])

@@ -53,7 +53,7 @@ def raises(*_: Any, **__: Any) -> Any:
 
 
 def break_attention(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(KVCache, "attend", raises)
+    patch.setattr(multi_head, "attend_held", raises)
 
 
 def break_projection(patch: pytest.MonkeyPatch) -> None:

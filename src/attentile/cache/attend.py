@@ -1,7 +1,7 @@
 """Attention over what a cache holds: on its pages by the compiled core, else over copies of it.
 
 The commonest calls go from KVCache.attend straight to the core's view. The others are placed, rotated, converted and
-explained here.
+explained here. Callers are in a block of Held.using().
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..attention import OPTIONS
 from ..masks import FAR, check_causal, per_item
 from ..outputs import AttentionResult, Outputs
 from ..positions.items import query_positions, rotate_items
-from ..runtime.threads import threads_for
+from ..runtime.threads import get_num_threads, threads_for
 from ..scores import Scores, check_mask
 from ..storage import promoted, ready
 from .retention import Held
@@ -28,7 +28,13 @@ Index = NDArray[np.intp]
 
 
 def attend_held(held: Held, q: ArrayLike, options: Mapping[str, Any]) -> Array | AttentionResult:
-    """KVCache.attend, where the core's view did not do it."""
+    """KVCache.attend of a caller that is in a block of using()."""
+    view = held.view()
+    if view is not None:
+        given = q if held.rotary is None else held.turned(q, -1, options)
+        found = None if given is None else view.attend(given, options, get_num_threads())
+        if found is not None:
+            return result_of(found)
     queries = as_array("KVCache.attend", "q", q)
     if queries.ndim != 4 or (queries.shape[0], queries.shape[3]) != (held.batch, held.head_dim):
         raise ValueError(
@@ -46,6 +52,11 @@ def attend_held(held: Held, q: ArrayLike, options: Mapping[str, Any]) -> Array |
                 queries = rotate_items(queries, at, held.rotary, lengths=held.lengths)
         threads = threads_for(options.get("num_threads"), "attention")
         return _attend(held, queries, placed, threads)
+
+
+def result_of(found: Any) -> Array | AttentionResult:
+    """What the core has given, as people get it."""
+    return AttentionResult(*found) if type(found) is tuple else found
 
 
 # ---- where the queries stand ----
@@ -88,7 +99,7 @@ def _place(held: Held, rows: int, options: Mapping[str, Any]) -> tuple[Index, di
 
 
 def _check_held(held: Held, start: Index, rows: int, valid: Index) -> None:
-    """Refuses rows that need tokens that the window has dropped."""
+    """Refuses rows that need tokens that the window has evicted."""
     if held.window is None:
         return
     held_from = held.held_from
@@ -111,7 +122,7 @@ def _attend(held: Held, q: Array, options: dict[str, Any], threads: int) -> Arra
     """q, rotated, over what is held; options: those of _place()."""
     view = held.view()
     python = options.get("score_mod") is not None or (held.sink_tokens and options.get("segments") is not None)
-    on_pages = view is not None and not python and promoted("attention", q)[0] == held.dtype
+    on_pages = view is not None and view.bound and not python and promoted("attention", q)[0] == held.dtype
     if on_pages:  # nothing but their shapes and dtype is asked of keys and values
         shape = (held.batch, held.kv_heads, held.length)
         k, v = (np.broadcast_to(np.zeros((), held.dtype), (*shape, width)) for width in (held.head_dim, held.value_dim))

@@ -96,6 +96,7 @@ def _refill(held: Held, lengths: Array, held_from: Array, keys: Array, values: A
         held.pages.open(starts, counts, nothing, 0)
         held.pages.write(item, first, keys[part].swapaxes(0, 1), values[part].swapaxes(0, 1))
         at = part.stop
+    held.replaced()
 
 
 def write(file: File, stored: dict[str, Array]) -> None:

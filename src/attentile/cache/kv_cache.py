@@ -17,7 +17,7 @@ from ..outputs import AttentionResult
 from ..positions.items import copied_options
 from ..runtime.threads import get_num_threads
 from . import file as cache_file
-from .attend import attend_held
+from .attend import attend_held, result_of
 from .file import File
 from .pages import addresses_in
 from .retention import Held
@@ -67,8 +67,8 @@ class KVCache:
     Raises
     ------
     TypeError, ValueError
-        A size that is not a positive integer, another dtype, a window that looks ahead, sink_tokens without a window, more
-        storage than can be addressed, an unknown option of rotary.
+        A size that is not a positive integer, another dtype, a window that looks ahead, sink_tokens without a window,
+        more storage than can be addressed, an unknown option of rotary.
     IndexError
         Tables of `rotary` without a row.
 
@@ -79,8 +79,13 @@ class KVCache:
     `attend` or `truncate` that needs one of them raises. All rows of the latest append can always attend, even if it
     was longer than the window. Results are those of a full cache, as if nothing had been dropped.
 
-    Pages are shared by forks and beams and copied by the first write. One cache must not be changed by two threads at
-    once, nor while another attends; attending in several threads, and forks in different threads, are fine.
+    Pages are shared by forks and beams and copied by the first write.
+
+    Threads: any number of them may attend, fork, save and read tokens at once. What changes the cache (append,
+    truncate, reorder, the call of a layer) needs it for itself: of two calls that must not meet, the later one raises
+    RuntimeError before it does anything; none of them waits. Forks are caches of their own, whatever pages they share.
+    A child of ``os.fork()`` begins with a fork of the cache if other threads were using it.
+
     ``copy.copy``, ``copy.deepcopy`` and pickle give an independent cache. Windows with kept first tokens: Xiao et al.,
     "Efficient Streaming Language Models with Attention Sinks", 2023; pages: Kwon et al., "Efficient Memory Management
     for Large Language Model Serving with PagedAttention", 2023.
@@ -180,7 +185,11 @@ class KVCache:
         IndexError
             A token at a position for which the tables of `rotary` have no row. The cache is then as before.
         """
-        self.held.append(k, v, lengths)
+        held = self.held
+        view = held.view() if lengths is None and held.rotary is None else None
+        if view is None or not view.append(k, v, False):
+            with held.using("KVCache.append", change=True):
+                held.append(k, v, lengths)
 
     # ---- attention ----
 
@@ -229,13 +238,12 @@ class KVCache:
                [0.6 , 0.4 , 0.  ]])
         """
         held = self.held
-        view = held.view()
-        if view is not None:
-            given = q if held.rotary is None else held.turned(q, -1, options)
-            found = None if given is None else view.attend(given, options, get_num_threads())
-            if found is not None:
-                return AttentionResult(*found) if type(found) is tuple else found
-        return attend_held(held, q, options)
+        view = held.view() if held.rotary is None else None
+        found = None if view is None else view.attend(q, options, get_num_threads(), False)
+        if found is not None:
+            return result_of(found)
+        with held.using("KVCache.attend", change=False):
+            return attend_held(held, q, options)
 
     # ---- tokens out ----
 
@@ -244,11 +252,13 @@ class KVCache:
 
         With a window: the kept first tokens and the last left + 1. With `rotary`: as stored, that is, rotated.
         """
-        return self.held.copies(self.held.visible())[0]
+        with self.held.using("KVCache.keys", change=False):
+            return self.held.copies(self.held.visible())[0]
 
     def values(self) -> Array:
         """The values of the tokens of `keys()`: a copy (batch, kv_heads, n, value_dim)."""
-        return self.held.copies(self.held.visible())[1]
+        with self.held.using("KVCache.values", change=False):
+            return self.held.copies(self.held.visible())[1]
 
     # ---- going back, branching ----
 
@@ -268,13 +278,15 @@ class KVCache:
             tokens is left. The cache is then as before.
         """
         view = self.held.view()
-        if view is None or not view.truncate(length):
-            self.held.truncate(length)
+        if view is None or not view.truncate(length, False):
+            with self.held.using("KVCache.truncate", change=True):
+                self.held.truncate(length)
 
     def fork(self) -> KVCache:
         """An independent cache with the same tokens. They share pages until one of them writes into one."""
         twin = object.__new__(type(self))
-        twin.__dict__ |= self.__dict__ | {"held": self.held.fork()}
+        with self.held.using("KVCache.fork", change=False):
+            twin.__dict__ |= self.__dict__ | {"held": self.held.fork()}
         return twin
 
     def reorder(self, beam_index: ArrayLike) -> None:
@@ -290,7 +302,8 @@ class KVCache:
         TypeError, ValueError
             Not integers on one axis, or not between 0 and batch - 1.
         """
-        self.held.reorder(beam_index)
+        with self.held.using("KVCache.reorder", change=True):
+            self.held.reorder(beam_index)
 
     def __copy__(self) -> KVCache:
         return self.fork()
@@ -324,7 +337,7 @@ class KVCache:
         >>> KVCache.load(file).length
         3
         """
-        cache_file.write(file, cache_file.pack(self.held))
+        cache_file.write(file, self._packed("KVCache.save"))
 
     @classmethod
     def load(cls, file: File) -> KVCache:
@@ -347,4 +360,8 @@ class KVCache:
         return cache
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return cache_file.restore, (type(self), cache_file.pack(self.held))
+        return cache_file.restore, (type(self), self._packed("KVCache"))
+
+    def _packed(self, caller: str) -> dict[str, Array]:
+        with self.held.using(caller, change=False):
+            return cache_file.pack(self.held)

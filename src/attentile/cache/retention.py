@@ -1,10 +1,13 @@
-"""What a cache holds of the tokens of each item, and what it drops: the books, and every change of them.
+"""What a cache holds of the tokens of each item, and what it evicts: the books, and every change of them.
 
     window=(4, 0), sink_tokens=2, 12 tokens:     token      0 1 2 3 4 5 6 7 8 9 . .
                                                held       x x . . . . . x x x x x      held_from = 7
     the next row stands at 12 and sees                    x x             x x x x +itself
 
 A signal may break in anywhere: tokens are disowned before their pages go, and the core's view of both goes first.
+
+Threads: Held trusts its callers to be in a block of using(), for a change or to read. Only what is said of fork() holds
+while others read.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,6 +28,7 @@ from ..positions.items import kept_options, rotate_items, row_positions
 from ..positions.rotary import rotary_embedding
 from ..runtime import backend
 from ..storage import ready
+from .guard import Guard
 from .pages import PagePool, PageTable
 
 Array = NDArray[Any]
@@ -74,9 +78,10 @@ def _window(window: Any) -> tuple[int, int] | None:
 class Held:
     """The tokens of a cache: its settings, arrays with one entry for each item, and the pages.
 
-    lengths: tokens ever appended. held_from: those below it are gone, but for the first `sink_tokens`. writable: end of the
-    last page, if that is there and nobody else's, or 0. Arrays are replaced and never written to, except by the core,
-    whose view of them (`made`) writes lengths and held_from.
+    lengths: tokens ever appended. held_from: those below it are gone, but for the first `sink_tokens`. writable: end
+    of the last page, if that is there and nobody else's, or 0. guard: keeps calls apart that must not meet and, of the
+    compiled core, holds the arrays for its quick ways, which write lengths and held_from; Python replaces arrays and
+    writes into none, but for fork().
     """
 
     def __init__(
@@ -118,8 +123,7 @@ class Held:
         self.page_shape = (self.kv_heads, size, self.head_dim, self.value_dim)  # as the core takes it
         self.lengths = np.zeros(batch, np.intp)
         self.held_from = np.zeros(batch, np.intp)
-        self.writable = np.zeros(batch, np.intp)
-        self.made: Any = None
+        self._open_guard()
 
     def _pages_per_item(self, batch: int, size: int) -> int:
         """Pages that `capacity` tokens can touch, wherever they lie; 0 without a capacity."""
@@ -145,31 +149,40 @@ class Held:
     def length(self) -> int:
         return int(self.lengths.max(initial=0))
 
-    # ---- the core's view ----
+    # ---- threads, and the core's view ----
+
+    def _open_guard(self) -> None:
+        """A guard of its own, for arrays of its own; no page may be written to as it is."""
+        self.guard: Any = Guard()
+        if backend.compiled is not None:
+            left = -1 if self.window is None else self.window[0]
+            capacity = -1 if self.capacity is None else self.capacity
+            limits = (left, self.sink_tokens, capacity)
+            self.guard = backend.compiled.CacheView(self.page_shape, self.dtype, limits, self.rotary is not None)
+        self.replaced()
+
+    def replaced(self, writable: Index | None = None) -> None:
+        """Arrays are others now. By default no page may be written to as it is."""
+        self.writable = np.zeros_like(self.lengths) if writable is None else writable
+        self.guard.bind((self.pages.table, self.lengths, self.held_from, self.writable) if self.batch else None)
+
+    def using(self, caller: str, change: bool) -> AbstractContextManager[None]:
+        """A block that has the tokens for itself, to change them, or reads them; RuntimeError if others are there."""
+        found = "is in use" if change else "is being changed"
+        return self.guard.using(  # type: ignore[no-any-return]
+            change,
+            f"{caller}: this cache {found} by another call, probably of another thread; let the threads take turns "
+            "(a lock), or give each its own fork()",
+        )
 
     def view(self) -> Any:
         """The core's view of the arrays, or None where NumPy computes."""
-        core = backend.active
-        if core is None:
-            return None
-        if self.made is None and self.batch:
-            left = -1 if self.window is None else self.window[0]
-            capacity = -1 if self.capacity is None else self.capacity
-            arrays = (self.pages.table, self.lengths, self.held_from, self.writable)
-            limits = (left, self.sink_tokens, capacity)
-            self.made = core.CacheView(self.page_shape, arrays, self.dtype, limits, self.rotary is not None)
-        return self.made
-
-    def _replaced(self, writable: Index | None = None) -> None:
-        """Arrays that a view of the core holds are others now. By default no page may be written to as it is."""
-        self.writable = np.zeros_like(self.lengths) if writable is None else writable
-        self.made = None
-        self.view()
+        return None if backend.active is None else self.guard
 
     # ---- tokens in ----
 
     def append(self, k: ArrayLike, v: ArrayLike, lengths: ArrayLike | None, keep: bool = False) -> None:
-        """KVCache.append. keep: pages that the window drops stay, for attempt()."""
+        """KVCache.append. keep: pages of evicted tokens stay, for attempt()."""
         view = self.view()
         if view is not None and lengths is None:
             given = k if self.rotary is None else self.turned(k, 0, {})
@@ -188,18 +201,19 @@ class Held:
         k, v = ready(k, self.dtype), ready(v, self.dtype)  # copies come before changes: there may be no memory for them
         if self.rotary is not None and k.size:
             k = rotate_items(k, row_positions(self.lengths, counts, n), self.rotary)
-        table = self.pages.table
-        self.made = None
+        table, writable = self.pages.table, None
+        self.guard.bind(None)
         self.held_from = held_from
         try:
             self.pages.open(self.lengths, counts, before if keep else held_from, self.sink_tokens)
-        except BaseException:
-            self.held_from = before if self.pages.table is table else held_from
-            raise
-        self.write(k, v, self.lengths, counts)
-        self.lengths = self.lengths + counts
-        size = self.pages.pool.page_keys
-        self._replaced(np.where(counts > 0, -(-self.lengths // size) * size, 0))
+            self.write(k, v, self.lengths, counts)
+            self.lengths = self.lengths + counts
+            size = self.pages.pool.page_keys
+            writable = np.where(counts > 0, -(-self.lengths // size) * size, 0)
+        finally:
+            if writable is None and self.pages.table is table:
+                self.held_from = before
+            self.replaced(writable)
 
     def _incoming(self, name: str, value: ArrayLike, width: int) -> Array:
         array = as_array("KVCache.append", name, value)
@@ -229,7 +243,7 @@ class Held:
         return rotary_embedding(x, start, **(self.rotary or {}))
 
     def check_capacity(self, counts: Index, held_from: Index) -> None:
-        """Refuses counts[b] more tokens than an item may hold when it has dropped those below held_from[b]."""
+        """Refuses counts[b] more tokens than an item may hold when those below held_from[b] are evicted."""
         if self.capacity is None:
             return
         held = self.lengths + counts - np.maximum(held_from - self.sink_tokens, 0)
@@ -296,23 +310,22 @@ class Held:
                 )
         size = self.pages.pool.page_keys
         same_page = (ends - 1) // size == (self.lengths - 1) // size
-        self.made = None
+        self.guard.bind(None)
         self.lengths = ends
         self.held_from = np.where(ends <= self.sink_tokens, 0, self.held_from)
         # Where the window holds no later token any more, only the kept first ones stay.
         stay = np.where(self.held_from < ends, ends, np.minimum(self.sink_tokens, ends))
         self.pages.cut(stay)
-        self._replaced(np.where(same_page & (stay == ends), self.writable, 0))
+        self.replaced(np.where(same_page & (stay == ends), self.writable, 0))
 
     def fork(self) -> Held:
-        """The same tokens on the same pages."""
-        pages = self.pages.fork()
-        self._replaced()  # every page is shared now
+        """The same tokens on the same pages. Other threads may read and fork meanwhile: they need no `writable`."""
+        self.writable[:] = 0  # from here on every page is shared
         twin = copy.copy(self)
-        twin.pages = pages
+        twin.pages = self.pages.fork()
         twin.lengths = self.lengths.copy()
         twin.held_from = self.held_from.copy()
-        twin._replaced()
+        twin._open_guard()
         return twin
 
     def reorder(self, beam_index: ArrayLike) -> None:
@@ -329,34 +342,35 @@ class Held:
                 f"and {self.batch - 1}, the last item"
             )
         items = items.astype(np.intp)
-        self.made = None
+        self.guard.bind(None)
         self.pages.reorder(items)
         self.lengths = self.lengths[items]
         self.held_from = self.held_from[items]
-        self._replaced()
+        self.replaced()
 
     # ---- taking back an append ----
 
-    def attempt(self, call: Callable[[], Result]) -> Result:
-        """call(), which may append once with keep=True; if it fails, the cache is as it was before.
+    def attempt(self, caller: str, call: Callable[[], Result]) -> Result:
+        """call() in a block of using(), which may append once with keep=True; if it fails, the cache is as before.
 
-        The pages that the window drops go when the call has come to its end. A fork would do the same, but makes every
-        page shared, so that each step of a decoder copied one.
+        Pages of evicted tokens go when the call has come to its end. A fork would do the same, but makes every page
+        shared, so that each step of a decoder copied one.
         """
-        lengths, held_from = self.lengths.copy(), self.held_from.copy()  # the core's view changes these in place
-        try:
-            result = call()
-        except BaseException:
-            self.made = None
-            self.held_from = held_from  # first: between the two lines a signal finds tokens that are there
-            self.lengths = lengths
-            self.pages.cut(lengths)
-            self._replaced()
-            raise
-        size = self.pages.pool.page_keys
-        if (held_from // size != self.held_from // size).any():
-            self.made = None
-            with suppress(MemoryError):  # the call has succeeded; the next append tries again
-                self.pages.open(self.lengths, np.zeros_like(self.lengths), self.held_from, self.sink_tokens)
-            self.view()
-        return result
+        with self.using(caller, change=True):
+            lengths, held_from = self.lengths.copy(), self.held_from.copy()  # the core's view changes these in place
+            try:
+                result = call()
+            except BaseException:
+                self.guard.bind(None)
+                self.held_from = held_from  # first: between the two lines a signal finds tokens that are there
+                self.lengths = lengths
+                self.pages.cut(lengths)
+                self.replaced()
+                raise
+            size = self.pages.pool.page_keys
+            if (held_from // size != self.held_from // size).any():
+                self.guard.bind(None)
+                with suppress(MemoryError):  # the call has succeeded; the next append tries again
+                    self.pages.open(self.lengths, np.zeros_like(self.lengths), self.held_from, self.sink_tokens)
+                self.replaced(self.writable)
+            return result
