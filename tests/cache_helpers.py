@@ -152,28 +152,39 @@ class Model:
                 seen[b, 0, i, self.sink_tokens : max(at - self.window[0], self.sink_tokens)] = False
         return seen
 
-    def lacks(self, rows: int, valid: Any) -> bool:
-        """Whether one of the last rows of the valid tokens sees a token that is gone, token by token."""
+    def lacks(self, rows: int, valid: Any, start: Any = None) -> bool:
+        """Whether a row, from start on or of the last valid tokens, sees a token that is gone, token by token."""
         if self.window is None:
             return False
-        seen = self.seen(rows, valid - rows)
+        seen = self.seen(rows, valid - rows if start is None else start)
         for b, held in enumerate(self.held_from):
             seen[b, ..., valid[b] :] = False
             if seen[b, ..., self.sink_tokens : max(held, self.sink_tokens)].any():
                 return True
         return False
 
+    def start(self, rows: int, options: Any) -> Any:
+        """Where the first row of each item stands."""
+        if options.get("q_start") is not None:
+            return np.broadcast_to(options["q_start"], len(self.k))
+        if options.get("causal") in (True, "upper_left"):
+            return np.zeros(len(self.k), np.intp)
+        return np.broadcast_to(options.get("key_lengths", self.lengths), len(self.k)) - rows
+
     def attend(self, q: Array, **options: Any) -> Array | AttentionResult:
-        """attention() over all tokens, with the lengths and the window of the cache."""
+        """attention() over all tokens in the dtype of the cache, with its lengths and window."""
         k, v = self.full()
+        if self.window is not None:
+            mask = self.seen(q.shape[2], self.start(q.shape[2], options))
+            options["mask"] = mask & options["mask"] if "mask" in options else mask
         valid = np.broadcast_to(options.pop("key_lengths", self.lengths), len(self.k)).astype(np.intp)
         if not {"causal", "q_start"} & options.keys():
             options["causal"] = "lower_right"
-        if self.window is not None:
-            start = options["q_start"] if "q_start" in options else valid - q.shape[2]
-            mask = self.seen(q.shape[2], np.broadcast_to(start, len(self.k)))
-            options["mask"] = mask & options["mask"] if "mask" in options else mask
-        return attention(q, k, v, key_lengths=valid, **options)
+        found = attention(q.astype(self.dtype), k, v, key_lengths=valid, **options)
+        dtype = np.result_type(q.dtype, self.dtype)
+        if isinstance(found, AttentionResult):
+            return AttentionResult(*(None if x is None else x.astype(dtype) for x in found))
+        return found.astype(dtype)
 
 
 def pair_of(

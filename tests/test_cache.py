@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from cache_helpers import (
     BATCH,
+    HEADS,
     LENGTHS,
     Q_HEADS,
+    VALUE_WIDTH,
     WIDTH,
     Model,
     assert_same,
@@ -93,6 +95,45 @@ def test_options(impl, name, dtype):
     assert_same(impl, out, expected.out)
 
 
+WINDOWS: dict[str, dict[str, Any]] = {
+    "window": {"window": (20, 0)},
+    "one token": {"window": (0, 0)},
+    "kept first tokens": {"window": (20, 0), "sink_tokens": 3},
+    "kept and still in the window": {"window": (40, 0), "sink_tokens": 270},
+    "longer than a page": {"window": (270, 0), "sink_tokens": 5},
+}
+
+
+@pytest.mark.parametrize("kind", WINDOWS)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_with_every_window(impl, name, kind):
+    """Items of different lengths, some tokens taken back and appended anew."""
+    cache, model = ragged(**WINDOWS[kind])
+    back, (k, v) = [n - 4 for n in LENGTHS], pair_of(BATCH, HEADS, 4, WIDTH, VALUE_WIDTH, seed=5)
+    for each in (cache, model) if model.can_truncate(back) else ():
+        each.truncate(back)
+        each.append(k, v)
+    poison(cache)
+    q, options = normal(BATCH, Q_HEADS, ROWS, WIDTH, seed=9), OPTIONS[name]
+    valid = np.broadcast_to(options.get("key_lengths", LENGTHS), BATCH)
+    refusal = None
+    if "window" in options:
+        refusal = r"^KVCache\.attend: window= was given and the cache has window="
+    elif "prefix_lengths" in options:
+        refusal = r"^KVCache\.attend: prefix_lengths= opens keys ahead of a row and the cache has window="
+    elif model.lacks(ROWS, valid, model.start(ROWS, options)):
+        refusal = r"^KVCache\.attend: row .* the window has dropped those before"
+    if refusal is not None:
+        with pytest.raises(ValueError, match=refusal):
+            cache.attend(q, **options)
+        return
+    everything = {**options, "return_lse": True, "return_weights": True}
+    if "q_start" in options or options.get("causal") is True:
+        everything["causal"] = options.get("causal", True)
+    assert_same(impl, cache.attend(q, **everything), model.attend(q, **everything))
+    assert_same(impl, cache.attend(q, **options), model.attend(q, **everything).out)
+
+
 def test_without_a_position_the_last_tokens_are_meant(impl):
     cache, model = ragged()
     q = normal(BATCH, Q_HEADS, ROWS, WIDTH)
@@ -106,28 +147,6 @@ def test_causal_true_at_full_length(impl):
     cache, model = ragged()
     q = normal(BATCH, Q_HEADS, 300, WIDTH)
     assert_same(impl, cache.attend(q, causal=True), model.attend(q, causal=True))
-
-
-@pytest.mark.parametrize("q_dtype", ["float16", "float32", "float64", "int32", "bfloat16"])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_dtypes_of_queries(impl, dtype, q_dtype):
-    q_dtype = np.dtype(getattr(pytest.importorskip("ml_dtypes"), q_dtype)) if q_dtype == "bfloat16" else q_dtype
-    cache, model = ragged(dtype)
-    q = (3 * normal(BATCH, Q_HEADS, 2, WIDTH)).astype(q_dtype)
-    found = cache.attend(q)
-    assert found.dtype == np.result_type(q.dtype, np.dtype(dtype))
-    assert_same(impl, found, model.attend(q))
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float64", ">f4", "int8", "bool", "bfloat16", "longdouble"])
-def test_dtypes_of_tokens(dtype):
-    dtype = np.dtype(getattr(pytest.importorskip("ml_dtypes"), dtype)) if dtype == "bfloat16" else np.dtype(dtype)
-    k, v = (3 * x for x in pair_of(1, 2, 20, 4))
-    cache = KVCache(1, 2, 4)
-    cache.append(k.astype(dtype), v.astype(dtype))
-    assert cache.keys().dtype == np.float32
-    assert_array_equal(cache.keys(), k.astype(dtype).astype(np.float32))
-    assert_array_equal(cache.values(), v.astype(dtype).astype(np.float32))
 
 
 def test_strides_read_only_and_unchanged_inputs():
@@ -324,8 +343,6 @@ def test_window_without_causal_looks_back_all_the_same(impl, sink_tokens):
     q = normal(1, 1, 2, 4)
     assert_same(impl, cache.attend(q, causal=False), cache.attend(q))
     assert_same(impl, cache.attend(q, causal=False, q_start=4), cache.attend(q, q_start=4))
-    with_prefix = cache.attend(q, causal=True, q_start=4, prefix_lengths=9)  # opens nothing beyond the row
-    assert_same(impl, with_prefix, cache.attend(q, q_start=4))
 
 
 def test_capacity_of_a_window_counts_what_is_held():

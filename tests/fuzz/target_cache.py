@@ -93,7 +93,7 @@ def attend(source: Source, cache: KVCache, model: Model) -> None:
         refused(cache, before, "the window has dropped", cache.attend, q, **options)
         return
     found = cache.attend(q, num_threads=source.integer(1, 3), **options)
-    turned = rotated(cache, np.asarray(q).astype(q.dtype.newbyteorder("=")), valid - rows)
+    turned = rotated(cache, np.asarray(q, cache.dtype), valid - rows).astype(np.result_type(q, cache.dtype))
     assert_same(isa(), found, model.attend(turned, **options))
     assert state_of(cache) == before
 

@@ -13,14 +13,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .. import dispatch
-from ..arguments import as_array, between, named_in_errors
+from ..arguments import as_array, between, check_out, named_in_errors
 from ..attention import OPTIONS
 from ..masks import FAR, check_causal, per_item
 from ..outputs import AttentionResult, Outputs
 from ..positions.items import query_positions, rotate_items
 from ..runtime.threads import get_num_threads, threads_for
 from ..scores import Scores, check_mask
-from ..storage import promoted, ready
+from ..storage import promoted, ready, rounded
 from .retention import Held
 
 Array = NDArray[Any]
@@ -42,16 +42,40 @@ def attend_held(held: Held, q: ArrayLike, options: Mapping[str, Any]) -> Array |
         )
     rows = queries.shape[2]
     with named_in_errors("KVCache.attend"):
+        dtype = promoted("attention", queries, np.empty(0, held.dtype))[1]
+        if queries.dtype != held.dtype:
+            return _attend_converted(held, queries, options, dtype)
         start, placed = _place(held, rows, options)
         _check_held(held, start, rows, placed["key_lengths"])
-        if held.rotary is not None:
-            queries = queries.astype(promoted("attention", queries, np.empty(0, held.dtype))[1], copy=False)
-            if queries.size:
-                given = options.get("q_start") is not None
-                at = query_positions(start, rows, held.lengths, held.rotary, placed=given)
-                queries = rotate_items(queries, at, held.rotary, lengths=held.lengths)
+        if held.rotary is not None and queries.size:
+            given = options.get("q_start") is not None
+            at = query_positions(start, rows, held.lengths, held.rotary, placed=given)
+            queries = rotate_items(queries, at, held.rotary, lengths=held.lengths)
         threads = threads_for(options.get("num_threads"), "attention")
         return _attend(held, queries, placed, threads)
+
+
+def _attend_converted(
+    held: Held, q: Array, options: Mapping[str, Any], dtype: np.dtype[Any]
+) -> Array | AttentionResult:
+    """The same for queries of another dtype than the cache's: they are converted to it, and the result to `dtype`.
+
+    The cache may be a thousand times larger than either, so it is never what is converted.
+    """
+    wider = dtype != held.dtype  # float64 for a cache in float32
+    out = options.get("out") if wider else None
+    if out is not None:
+        check_out("attention", out, (*q.shape[:3], held.value_dim), dtype)
+        options = {**options, "out": None}
+    found = attend_held(held, rounded(q, held.dtype), options)
+    if not wider:
+        return found
+    whole = found if isinstance(found, AttentionResult) else AttentionResult(found, None, None)
+    if out is None:
+        out = np.empty(whole.out.shape, dtype)
+    out[...] = whole.out
+    lse, weights = (None if x is None else x.astype(dtype) for x in whole[1:])
+    return AttentionResult(out, lse, weights) if isinstance(found, AttentionResult) else out
 
 
 def result_of(found: Any) -> Array | AttentionResult:
@@ -73,6 +97,11 @@ def _place(held: Held, rows: int, options: Mapping[str, Any]) -> tuple[Index, di
         raise TypeError(f"KVCache.attend: no option is named {', '.join(unknown)}; use {', '.join(sorted(OPTIONS))}")
     if held.window is not None and options.get("window") is not None:
         raise ValueError(f"KVCache.attend: window= was given and the cache has window={held.window}; leave it out")
+    if held.window is not None and options.get("prefix_lengths") is not None:
+        raise ValueError(
+            f"KVCache.attend: prefix_lengths= opens keys ahead of a row and the cache has window={held.window}: no row "
+            "looks ahead there; leave it out, or keep a cache without a window and give window=(left, None) here"
+        )
     given = options.get("q_start")
     valid, longest = held.lengths, held.length
     if options.get("key_lengths") is not None:
@@ -122,7 +151,7 @@ def _attend(held: Held, q: Array, options: dict[str, Any], threads: int) -> Arra
     """q, rotated, over what is held; options: those of _place()."""
     view = held.view()
     python = options.get("score_mod") is not None or (held.sink_tokens and options.get("segments") is not None)
-    on_pages = view is not None and view.bound and not python and promoted("attention", q)[0] == held.dtype
+    on_pages = view is not None and view.bound and not python
     if on_pages:  # nothing but their shapes and dtype is asked of keys and values
         shape = (held.batch, held.kv_heads, held.length)
         k, v = (np.broadcast_to(np.zeros((), held.dtype), (*shape, width)) for width in (held.head_dim, held.value_dim))

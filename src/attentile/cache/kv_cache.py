@@ -205,8 +205,8 @@ class KVCache:
             Those of `attention`. S is `length`, the tokens ever appended to the longest item, for the shapes of mask,
             bias and the returned weights. Differences: causal is "lower_right" by default, True if q_start is given;
             without q_start and causal, window and ALiBi count from the last L tokens. key_lengths may not exceed the
-            lengths of the items, which are its default. window is refused if the cache has one. `sinks` are
-            logits, as in `attention`; `sink_tokens` of the cache are tokens.
+            lengths of the items, which are its default. A cache with a window refuses window and prefix_lengths: no
+            row of it looks ahead. `sinks` are logits, as in `attention`; `sink_tokens` of the cache are tokens.
 
             After an append with `lengths` the queries' padding, too, comes last in each row: give the lengths before
             the append as ``q_start``. With tables, dynamic or longrope scaling in `rotary`, rows behind the end of an
@@ -215,7 +215,8 @@ class KVCache:
         Returns
         -------
         ndarray, shape (batch, Hq, L, value_dim), or AttentionResult
-            As `attention` does; q and the cache are promoted. Rows of padding are to be ignored.
+            As `attention` does, in the dtype that q and the cache promote to. The arithmetic is that of the cache: q is
+            converted to its dtype, for the cache may be much larger. Rows of padding are to be ignored.
 
         Raises
         ------

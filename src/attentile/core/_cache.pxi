@@ -306,7 +306,7 @@ cdef int place_in_cache(Call *call, CacheView view) except -1:
     cdef Structure *structure = &job.structure
     cdef Py_ssize_t b
     cdef bint asked
-    if view.left >= 0 and call.windowed:
+    if view.left >= 0 and (call.windowed or structure.prefixes.data != NULL):
         return 0
     if call.given[KEY_LENGTHS] != NULL and not is_one_or(<object> call.given[KEY_LENGTHS], view.lengths.shape[0]):
         return 0

@@ -244,7 +244,8 @@ class MultiHeadAttention:
         Returns
         -------
         ndarray, shape (..., L, d_out), or AttentionResult(out, lse, weights) with return_lse or return_weights
-            dtype: that of x, context and the weights by the rules of `attention`.
+            dtype: that of x, context and the weights by the rules of `attention`. With a cache the projections are in
+            the arithmetic of the weights and the attention in that of the cache, whatever the dtype of x is.
 
         Raises
         ------
@@ -267,7 +268,7 @@ class MultiHeadAttention:
             self._check_cache(cache, rows, source, positions)
         elif lengths is not None:
             raise ValueError(f"{NAME}: lengths go with a cache; without one give key_lengths")
-        plan = self._plan(rows, source, cache is not None and rows.ndim == 2)
+        plan = self._plan(rows, source, cache is not None)
         if out is not None:
             check_out(NAME, out, (*plan.lead, *plan.x.shape[-2:-1], self.d_out)[plan.drop :], plan.dtype)
         if self._scale is not None:
@@ -353,8 +354,9 @@ class MultiHeadAttention:
                 f"{NAME}: the cache turns keys at its own positions; for other positions make it with rotary=None"
             )
 
-    def _plan(self, x: Array, context: tuple[Array, ...], drop: bool) -> _Plan:
+    def _plan(self, x: Array, context: tuple[Array, ...], cached: bool) -> _Plan:
         """Dtypes and batch axes."""
+        drop = cached and x.ndim == 2
         x = x[None] if drop else x
         own = 3 if len(context) == 2 else 2  # axes that are not batch axes
         try:
@@ -363,6 +365,8 @@ class MultiHeadAttention:
             shapes = " and ".join(str(array.shape) for array in (x, *context))
             raise ValueError(f"{NAME}: the batch axes of x and context do not broadcast ({shapes})") from None
         compute, dtype = promoted(NAME, x, *context, self._like)
+        if cached:  # the token is converted, and not every weight at every token
+            compute = promoted(NAME, self._like)[0]
         return _Plan(x, context, compute, dtype, lead, int(drop))
 
     def _heads(self, plan: _Plan) -> list[Array]:
