@@ -16,7 +16,8 @@ File = str | os.PathLike[str] | BinaryIO
 
 FORMAT = "attentile.KVCache 1"
 _NAMES = ("config", "lengths", "held_from", "keys", "values")
-_SETTINGS = ("batch", "kv_heads", "head_dim", "capacity", "value_dim", "dtype", "window", "sink_tokens", "rotary")
+_WINDOW = ("window", "sink_tokens", "sink_positions")
+_SETTINGS = ("batch", "kv_heads", "head_dim", "capacity", "value_dim", "dtype", *_WINDOW, "rotary")
 _TABLE = "rotary_"  # prefix of the arrays among the options of the rotary embedding
 
 
@@ -100,7 +101,7 @@ def _refill(held: Held, lengths: Array, held_from: Array, keys: Array, values: A
 
 
 def write(file: File, stored: dict[str, Array]) -> None:
-    """To a path: into a new file beside it, which then takes its name."""
+    """To a path: into a new file in the same folder, which then takes its name."""
     content: Any = stored
     if not isinstance(file, (str, os.PathLike)):
         if not hasattr(file, "write"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -46,22 +46,27 @@ class KVCache:
     dtype : {"float32", "float64"}
         Of the storage. What is appended is converted to it.
     window : (left, 0), optional
-        A row at position t sees the tokens t - left ... t. Older ones are dropped and their pages used again.
+        A row at position t sees the tokens t - left ... t. Older ones are evicted and their pages used again.
     sink_tokens : int
         With a window: how many of the first tokens are kept all the same; every later row sees them.
+    sink_positions : {"text", "cache"}
+        With sink_tokens and `rotary`: from where a row at position t looks at the kept first tokens. "text": from t, as
+        in a full cache. "cache": as if the tokens that it does not see had never been, from min(t, sink_tokens + left),
+        which is how StreamingLLM counts: the distance never grows beyond what the model was trained for. Not with
+        tables, dynamic or longrope scaling.
     rotary : dict, optional
         Keyword arguments of `rotary_embedding` (base, rotary_dim, interleaved, scaling, cos, sin). Keys are rotated
-        when they are appended, queries when they attend, at their positions. The frequencies of dynamic and longrope
-        scaling are those of the item's length at that moment (after the append). Stored keys are not rotated again
-        when it grows: past the trained length the result depends on how the tokens were split into appends.
+        when they are appended, queries when they attend, at their positions in the text: evicted tokens count. With
+        dynamic or longrope scaling the frequencies are those of the item's length at that moment (after the append),
+        and stored keys stay as they are: past the trained length the result depends on the sizes of the appends.
 
     Attributes
     ----------
     length : int
-        Tokens appended so far, of the longest item; dropped ones count.
+        Tokens appended so far, of the longest item, evicted ones included.
     lengths : ndarray of intp, shape (batch,)
         The same for each item; a copy.
-    batch, kv_heads, head_dim, value_dim, capacity, dtype, window, sink_tokens, rotary
+    batch, kv_heads, head_dim, value_dim, capacity, dtype, window, sink_tokens, sink_positions, rotary
         As given.
 
     Raises
@@ -74,10 +79,10 @@ class KVCache:
 
     Notes
     -----
-    The rows of an append that starts at length n need the tokens from n - left on, so held_from, for each item, is
-    the largest n - left of its appends, at least 0. Tokens below held_from are gone, except the first `sink_tokens`; an
-    `attend` or `truncate` that needs one of them raises. All rows of the latest append can always attend, even if it
-    was longer than the window. Results are those of a full cache, as if nothing had been dropped.
+    Window: the rows of an append that starts at length n need the tokens from n - left on, so tokens before held_from,
+    the largest n - left of the item's appends (at least 0), are evicted, except the first `sink_tokens`. An `attend` or
+    `truncate` that needs one of them raises. All rows of the latest append can always attend, even if it was longer
+    than the window. Results are those of a full cache with the same window, as if nothing had been evicted.
 
     Pages are shared by forks and beams and copied by the first write.
 
@@ -117,9 +122,11 @@ class KVCache:
         dtype: DTypeLike = "float32",
         window: tuple[int, int] | None = None,
         sink_tokens: int = 0,
+        sink_positions: Literal["text", "cache"] = "text",
         rotary: Mapping[str, Any] | None = None,
     ) -> None:
-        held = Held(batch, kv_heads, (head_dim, value_dim), capacity, dtype, window, sink_tokens, rotary)
+        sinks = sink_tokens, sink_positions
+        held = Held(batch, kv_heads, (head_dim, value_dim), capacity, dtype, window, sinks, rotary)
         self.held = held  # internal: the way in for the other rooms of this package
         self.kv_heads = held.kv_heads
         self.head_dim = held.head_dim
@@ -128,6 +135,7 @@ class KVCache:
         self.dtype = held.dtype
         self.window = held.window
         self.sink_tokens = held.sink_tokens
+        self.sink_positions = held.sink_positions
 
     @property
     def batch(self) -> int:
@@ -152,7 +160,8 @@ class KVCache:
     def __repr__(self) -> str:
         value_dim = self.value_dim if self.value_dim != self.head_dim else None
         extra: dict[str, Any] = {"value_dim": value_dim, "capacity": self.capacity, "window": self.window}
-        extra |= {"sink_tokens": self.sink_tokens or None, "rotary": self.held.rotary}
+        extra |= {"sink_tokens": self.sink_tokens or None}
+        extra |= {"sink_positions": "cache" if self.sink_positions == "cache" else None, "rotary": self.held.rotary}
         options = "".join(f", {name}={value}" for name, value in extra.items() if value is not None)
         tokens = " to ".join(str(n) for n in sorted({int(self.held.lengths.min(initial=self.length)), self.length}))
         tokens += " token" if tokens == "1" else " tokens"
@@ -184,6 +193,8 @@ class KVCache:
             Wrong shapes or dtypes, lengths beyond n, more tokens than the capacity. The cache is then as before.
         IndexError
             A token at a position for which the tables of `rotary` have no row. The cache is then as before.
+        RuntimeError
+            Another thread is using the cache.
         """
         held = self.held
         view = held.view() if lengths is None and held.rotary is None else None
@@ -221,7 +232,9 @@ class KVCache:
         Raises
         ------
         TypeError, ValueError
-            As `attention`, and if a row needs tokens that the window has dropped.
+            As `attention`, and if a row needs tokens that the window has evicted.
+        RuntimeError
+            Another thread is changing the cache.
         IndexError
             A row at a position for which the tables of `rotary` have no row.
 
@@ -249,7 +262,7 @@ class KVCache:
     # ---- tokens out ----
 
     def keys(self) -> Array:
-        """The keys that are held, oldest first: a copy (batch, kv_heads, n, head_dim) with zeros after an item's end.
+        """The keys of the tokens so far, oldest first: a copy (batch, kv_heads, n, head_dim), 0 after an item's end.
 
         With a window: the kept first tokens and the last left + 1. With `rotary`: as stored, that is, rotated.
         """
@@ -266,6 +279,10 @@ class KVCache:
     def truncate(self, length: ArrayLike) -> None:
         """Forgets the tokens from `length` on (speculative decoding, an edited prompt).
 
+        A window that is full evicts a token for each one that comes, so the way back is one append long: guesses that
+        are appended in one call can be taken back. To go back over several appends, append the guesses to a `fork` and
+        those that hold to this cache; the fork shares its pages and evicts nothing here.
+
         Parameters
         ----------
         length : int or array_like of int (one per item)
@@ -275,8 +292,10 @@ class KVCache:
         ------
         TypeError, ValueError
             Not an integer between 0 and the item's length, or the next row would need tokens that the window has
-            dropped: length - left must be at least held_from, unless nothing was dropped or nothing but kept first
-            tokens is left. The cache is then as before.
+            evicted: length - left must be at least held_from (Notes of the class), unless nothing was evicted or
+            nothing but kept first tokens is left. The cache is then as before.
+        RuntimeError
+            Another thread is using the cache.
         """
         view = self.held.view()
         if view is None or not view.truncate(length, False):
@@ -296,12 +315,14 @@ class KVCache:
         Parameters
         ----------
         beam_index : array_like of int, shape (new_batch,)
-            Old items, each as often as wanted; those not named are dropped.
+            Old items, each as often as wanted; those not named are forgotten.
 
         Raises
         ------
         TypeError, ValueError
             Not integers on one axis, or not between 0 and batch - 1.
+        RuntimeError
+            Another thread is using the cache.
         """
         with self.held.using("KVCache.reorder", change=True):
             self.held.reorder(beam_index)

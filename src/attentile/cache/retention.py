@@ -1,4 +1,4 @@
-"""What a cache holds of the tokens of each item, and what it evicts: the books, and every change of them.
+"""What a cache holds of the tokens of each item, and what it evicts: the numbers that say so, and every change of them.
 
     window=(4, 0), sink_tokens=2, 12 tokens:     token      0 1 2 3 4 5 6 7 8 9 . .
                                                held       x x . . . . . x x x x x      held_from = 7
@@ -26,6 +26,7 @@ from ..core.constants import CHUNK, PANEL
 from ..masks import FAR
 from ..positions.items import kept_options, rotate_items, row_positions
 from ..positions.rotary import rotary_embedding
+from ..positions.scaling import depends_on_length
 from ..runtime import backend
 from ..storage import ready
 from .guard import Guard
@@ -75,6 +76,23 @@ def _window(window: Any) -> tuple[int, int] | None:
     return min(left, FAR), 0
 
 
+def _check_sink_positions(given: Any, sink_tokens: int, rotary: Mapping[str, Any] | None) -> None:
+    if not isinstance(given, str) or given not in ("text", "cache"):
+        raise ValueError(f"KVCache: sink_positions is {given!r}; it must be 'text' or 'cache'")
+    if given == "text":
+        return
+    if rotary is None or not sink_tokens:
+        raise ValueError(
+            "KVCache: sink_positions='cache' says how queries are rotated for the first tokens that a window keeps; "
+            "give window=, sink_tokens= and rotary= too"
+        )
+    if rotary.get("cos") is not None or depends_on_length(rotary.get("scaling")):
+        raise ValueError(
+            "KVCache: sink_positions='cache' needs a rotation by angles that grow with the position and stay what they "
+            "are; tables (cos, sin), dynamic and longrope scaling go with sink_positions='text'"
+        )
+
+
 class Held:
     """The tokens of a cache: its settings, arrays with one entry for each item, and the pages.
 
@@ -92,11 +110,12 @@ class Held:
         capacity: int | None,
         dtype: DTypeLike,
         window: Any,
-        sink_tokens: int,
+        sinks: tuple[Any, Any],
         rotary: Any,
     ) -> None:
-        """The arguments of KVCache, unchecked; widths: of a key and of a value."""
+        """The arguments of KVCache, unchecked. widths: of a key and a value; sinks: sink_tokens, sink_positions."""
         head_dim, value_dim = widths
+        sink_tokens, self.sink_positions = sinks
         batch = _count("batch", batch, 0)
         self.kv_heads = _count("kv_heads", kv_heads, 1)
         self.head_dim = _count("head_dim", head_dim, 1)
@@ -117,6 +136,7 @@ class Held:
         self.rotary = kept_options("KVCache", rotary)
         if self.rotary is not None:  # its own checks, before anything is stored
             rotate_items(np.zeros((1, 1, 1, self.head_dim), self.dtype), 0, self.rotary)
+        _check_sink_positions(self.sink_positions, self.sink_tokens, self.rotary)
         pool = PagePool(self.kv_heads, self.head_dim, self.value_dim, size, self.dtype)
         pool.grow(batch * pages)
         self.pages = PageTable(pool, np.zeros((batch, pages), np.intp))
@@ -185,7 +205,7 @@ class Held:
         """KVCache.append. keep: pages of evicted tokens stay, for attempt()."""
         view = self.view()
         if view is not None and lengths is None:
-            given = k if self.rotary is None else self.turned(k, 0, {})
+            given = k if self.rotary is None else self.rotated(k, 0, {})
             if given is not None and view.append(given, v):
                 return
         k, v = self._incoming("k", k, self.head_dim), self._incoming("v", v, self.value_dim)
@@ -229,9 +249,12 @@ class Held:
             )
         return array
 
-    def turned(self, x: ArrayLike, before: int, options: Mapping[str, Any]) -> Array | None:
-        """x rotated, if a quick way takes it: at the next tokens, or (before = -1, with options of attend) the last."""
-        if options and not _PLACING.isdisjoint(options):
+    def rotated(self, x: ArrayLike, before: int, options: Mapping[str, Any]) -> Array | None:
+        """x rotated, if it is in the cache's dtype and all items have one length; else None.
+
+        before: 0, tokens that come next; -1, queries of the last tokens, with the options of attend.
+        """
+        if before and (self.sink_positions == "cache" or not _PLACING.isdisjoint(options)):
             return None
         fits = type(x) is np.ndarray and x.dtype is self.dtype and x.ndim == 4 and x.size > 0
         if not fits or x.shape[0] != self.batch or x.shape[3] != self.head_dim:  # type: ignore[union-attr]

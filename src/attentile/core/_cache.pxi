@@ -168,8 +168,11 @@ cdef class CacheView:
             if not inside:
                 at_guard_leave(&self.users, True)
 
-    def fill(self, q, dict options, intervals, outputs, int threads):
-        """attend() with checked values and outputs, as attend() of _door.pxi takes them, of which none is empty."""
+    def fill(self, q, dict options, intervals, outputs, int threads, bint apart=False):
+        """attend() with checked values and outputs, as attend() of _door.pxi takes them, of which none is empty.
+
+        apart: the kept first tokens are not meant; intervals leave them out.
+        """
         cdef Call call
         open_call(&call, 3)
         try:
@@ -178,6 +181,8 @@ cdef class CacheView:
             if not (self.bound and number_options(&call, options) and take_pages(&call, self, q)
                     and take_options(&call) and place_in_cache(&call, self)):
                 raise SystemError("attentile: the core does not take what was checked; please report this call")
+            if apart:
+                call.job.structure.kept = 0
             take_outputs(&call, outputs)
             run_call(&call, run_attention, &call.job, threads)
         finally:

@@ -41,7 +41,15 @@ class CacheView:
     def append(self, k: object, v: object, inside: bool = True) -> bool: ...
     def truncate(self, length: object, inside: bool = True) -> bool: ...
     def attend(self, q: object, options: dict[str, Any], threads: int, inside: bool = True) -> Any: ...
-    def fill(self, q: NDArray[Any], options: dict[str, Any], intervals: object, outputs: Any, threads: int) -> None: ...
+    def fill(
+        self,
+        q: NDArray[Any],
+        options: dict[str, Any],
+        intervals: object,
+        outputs: Any,
+        threads: int,
+        apart: bool = False,
+    ) -> None: ...
 
 @disjoint_base
 class Using:
