@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cache_helpers import BATCH, Q_HEADS, VALUE_WIDTH, WIDTH, assert_same, normal, pair_of, ragged
+from cache_helpers import BATCH, Q_HEADS, VALUE_WIDTH, WIDTH, assert_same, pair_of, ragged
+from helpers import normal
 from numpy.testing import assert_array_equal
 
 from attentile import KVCache, MultiHeadAttention

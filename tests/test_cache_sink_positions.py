@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cache_helpers import normal, poison
+from cache_helpers import poison
+from helpers import normal
 from layer_oracle import make
 from numpy.testing import assert_allclose, assert_array_equal
 

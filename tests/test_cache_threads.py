@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cache_helpers import Model, normal, page_counts, pair_of, state_of
+from cache_helpers import Model, page_counts, pair_of, state_of
+from helpers import normal
 from layer_oracle import make
 from numpy.testing import assert_array_equal
 

@@ -216,7 +216,7 @@ def _first_tokens(held: Held, q: Array, options: dict[str, Any], scores: Scores)
     segments = options.get("segments")
     if segments is not None:
         of_rows, of_keys = segments if isinstance(segments, tuple) else (segments, segments)
-        segments = of_rows, np.asarray(of_keys)[..., :n]
+        segments = np.atleast_2d(of_rows), np.atleast_2d(of_keys)[:, :n]  # with the axis of items: never two items' ids
     mask = check_mask(options.get("mask"), scores.shape)
     own = {"mask": columns(mask), "bias": columns(scores.bias), "segments": segments, "causal": True, "window": None}
     own |= {"key_lengths": np.minimum(options["key_lengths"], n), "sinks": None}

@@ -323,7 +323,7 @@ class MultiHeadAttention:
             return (_rows("context", context, self.d_context),)
         if len(context) != 2:
             raise ValueError(f"{NAME}: context is a tuple of {len(context)}; it must be (k, v) from keys_values")
-        k, v = (np.asarray(array) for array in context)
+        k, v = (as_array(NAME, f"{name} of context", array) for name, array in zip("kv", context, strict=True))
         for name, array, width in (("k", k, self.head_dim), ("v", v, self.value_dim)):
             if array.ndim < 3 or (array.shape[-3], array.shape[-1]) != (self.num_kv_heads, width):
                 wanted = f"(..., {self.num_kv_heads}, S, {width})"
@@ -431,7 +431,7 @@ def _rows(name: str, value: Any, width: int) -> Array:
 
 def _unpadded(positions: Any, counts: Array, rows: int) -> Any:
     """Given positions with those of padding replaced by the last one before it, or by 0 if there is none."""
-    at = np.asarray(positions)
+    at = as_array(NAME, "positions", positions)
     fits = at.shape[-1:] in ((), (rows,)) and at.shape[:-1] in ((), (1,), (len(counts),))
     if at.dtype.kind not in "iu" or not fits or at.size == 0 or (at.ndim == 0 and abs(int(at)) >= 2**62):
         return positions  # for rotary_embedding to refuse

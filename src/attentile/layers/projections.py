@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..arguments import as_array
 from ..storage import rounded
 
 Array = NDArray[Any]
@@ -30,7 +31,7 @@ _ADVICE = "a weight that is used as x @ W.T must be given as W.T, fewer key head
 
 def matrix(name: str, value: Any) -> Array:
     """The weight as an array with two axes, none of them empty."""
-    array = np.asarray(value)
+    array = as_array(NAME, name, value)
     if array.ndim != 2 or 0 in array.shape:
         raise ValueError(
             f"{NAME}: {name} has shape {array.shape}; it must be a matrix W (rows, columns), used as x @ W"
@@ -42,7 +43,7 @@ def vector(name: str, value: Any, size: int) -> Array | None:
     """The bias of a weight with `size` columns."""
     if value is None:
         return None
-    array = np.asarray(value)
+    array = as_array(NAME, name, value)
     if array.shape != (size,):
         raise ValueError(f"{NAME}: {name} has shape {array.shape}; it must be ({size},), one per column of its weight")
     return array
@@ -61,9 +62,10 @@ def times(x: Array, weight: Array, bias: Array | None, dtype: np.dtype[Any]) -> 
     One product of two matrices whatever the batch axes are: NumPy would make one product per batch item.
     """
     flat = rounded(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), dtype)
-    product: Array = flat @ rounded(weight, dtype)
-    if bias is not None:
-        product += rounded(bias, dtype)
+    with np.errstate(all="ignore"):  # as in the core, where no setting of NumPy counts
+        product: Array = flat @ rounded(weight, dtype)
+        if bias is not None:
+            product += rounded(bias, dtype)
     return product.reshape(*x.shape[:-1], weight.shape[1])
 
 
