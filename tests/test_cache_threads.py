@@ -120,6 +120,24 @@ def test_a_function_on_the_scores_may_read_the_cache_and_not_change_it(way):
     assert cache.length == 5
 
 
+def test_a_layer_reads_through_the_methods_of_a_subclass(way):
+    class Counting(KVCache):
+        asked = 0
+
+        def attend(self, q: Any, **options: Any) -> Any:
+            self.asked += 1
+            forks.append(self.fork())
+            return super().attend(q, **options)
+
+    cache, forks = Counting(2, 2, 4), []
+    found = LAYER(X, cache=cache)
+    assert cache.asked == 1
+    assert_array_equal(found, LAYER(X, cache=KVCache(2, 2, 4)))
+    for one in (cache, forks[0]):  # the cache is free again, and its fork was never anything else
+        assert one.held.attempting is None
+        one.append(K, V)
+
+
 @pytest.mark.parametrize("name", ["append", "attend", "layer"])
 def test_errors_leave_the_guard(way, name):
     cache = made()

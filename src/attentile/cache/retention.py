@@ -15,7 +15,8 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
+from threading import get_ident
 from typing import Any, TypeVar
 
 import numpy as np
@@ -173,6 +174,7 @@ class Held:
 
     def _open_guard(self) -> None:
         """A guard of its own, for arrays of its own; no page may be written to as it is."""
+        self.attempting: int | None = None  # the thread that is in attempt()
         self.guard: Any = Guard()
         if backend.compiled is not None:
             left = -1 if self.window is None else self.window[0]
@@ -188,6 +190,8 @@ class Held:
 
     def using(self, caller: str, change: bool) -> AbstractContextManager[None]:
         """A block that has the tokens for itself, to change them, or reads them; RuntimeError if others are there."""
+        if not change and self.attempting == get_ident():
+            return nullcontext()
         found = "is in use" if change else "is being changed"
         return self.guard.using(  # type: ignore[no-any-return]
             change,
@@ -376,24 +380,32 @@ class Held:
     def attempt(self, caller: str, call: Callable[[], Result]) -> Result:
         """call() in a block of using(), which may append once with keep=True; if it fails, the cache is as before.
 
+        It may read through the methods of KVCache, which a subclass may have replaced, and nobody else may.
         Pages of evicted tokens go when the call has come to its end. A fork would do the same, but makes every page
         shared, so that each step of a decoder copied one.
         """
         with self.using(caller, change=True):
-            lengths, held_from = self.lengths.copy(), self.held_from.copy()  # the core's view changes these in place
+            self.attempting = get_ident()
             try:
-                result = call()
-            except BaseException:
-                self.guard.bind(None)
-                self.held_from = held_from  # first: between the two lines a signal finds tokens that are there
-                self.lengths = lengths
-                self.pages.cut(lengths)
-                self.replaced()
-                raise
-            size = self.pages.pool.page_keys
-            if (held_from // size != self.held_from // size).any():
-                self.guard.bind(None)
-                with suppress(MemoryError):  # the call has succeeded; the next append tries again
-                    self.pages.open(self.lengths, np.zeros_like(self.lengths), self.held_from, self.sink_tokens)
-                self.replaced(self.writable)
-            return result
+                return self._attempted(call)
+            finally:
+                self.attempting = None
+
+    def _attempted(self, call: Callable[[], Result]) -> Result:
+        lengths, held_from = self.lengths.copy(), self.held_from.copy()  # the core's view changes these in place
+        try:
+            result = call()
+        except BaseException:
+            self.guard.bind(None)
+            self.held_from = held_from  # first: between the two lines a signal finds tokens that are there
+            self.lengths = lengths
+            self.pages.cut(lengths)
+            self.replaced()
+            raise
+        size = self.pages.pool.page_keys
+        if (held_from // size != self.held_from // size).any():
+            self.guard.bind(None)
+            with suppress(MemoryError):  # the call has succeeded; the next append tries again
+                self.pages.open(self.lengths, np.zeros_like(self.lengths), self.held_from, self.sink_tokens)
+            self.replaced(self.writable)
+        return result
