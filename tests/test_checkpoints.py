@@ -463,3 +463,21 @@ def test_scales_of_a_quantised_file_are_told_apart_from_unknown_arrays():
     arrays |= {f"attn.{p}_proj.weight_scale": np.ones(8) for p in "qkvo"}
     with pytest.raises(TypeError, match="dequantise the weights"):
         MultiHeadAttention.from_arrays(arrays, "attn", num_heads=2)
+
+
+def test_llamas_own_files_have_interleaved_pairs():
+    """The transformers library reorders the rows of wq and wk, so that the pairs lie in halves."""
+    w, x = make(kv_heads=2), normal(5, 12)
+
+    def halves(matrix: Array) -> Array:
+        return matrix.reshape(12, -1, 3, 2).swapaxes(2, 3).reshape(matrix.shape)
+
+    w = replace(w, b_q=None, b_k=None, b_v=None, b_o=None)
+    reordered = replace(w, q=halves(w.q), k=halves(w.k))
+    for of, names, rotary in (
+        (w, "wq wk wv wo", {"interleaved": True}),
+        (reordered, "q_proj k_proj v_proj o_proj", {}),
+    ):
+        arrays = linear(of, "layers.0.attention.", names)
+        layer = MultiHeadAttention.from_arrays(arrays, num_heads=4, num_kv_heads=2, rotary=rotary)
+        assert_allclose(layer(x), oracle(w, x, rotary={"interleaved": True}), **CLOSE64)

@@ -132,6 +132,7 @@ CONVENTIONS = (
     _linear(
         "Pix2Struct, Kosmos-2.5",
         "query key value output",
+        harmless=r"relative_attention_bias\.weight",
         asks={"scale": "1.0 (Pix2Struct) or head_dim ** -0.5 (Kosmos-2.5)"},
     ),
     _linear("GPT-2", "c_attn c_proj", transposed=False, by_shape=True, harmless=_MASKS),
@@ -194,8 +195,14 @@ def find_attention(
     convention, place = complete[0]
     layer = _Layer(arrays, names, convention, place)
     found = layer.weights()  # before what lies alongside: a quantised file has scales there
-    found |= layer.further(given["norm"])
+    found |= layer.further()
     layer.refuse_others()
+    if layer.norms and given["norm"] is None:
+        listed = _listed([place + name for name in layer.norms])
+        raise ValueError(
+            f"{_NAME}: {listed} belongs to a norm of queries or keys, of which no array tells the kind and eps; give "
+            "norm=, such as {'kind': 'rms', 'eps': 1e-6}, or leave it out of arrays"
+        )
     for argument, readings in convention.asks.items():
         # With one key head, its columns lie in the same order in every layout but CodeGen's.
         if given[argument] is None and (argument != "layout" or heads[1] > 1 or "codegen" in readings):
@@ -229,6 +236,7 @@ class _Layer:
         self.row, self.place = convention, place
         self.below = sorted(name[len(place) :] for name in names if name.startswith(place))
         self.used = {*convention.weights, *convention.biases}
+        self.norms = [name for name in self.below if re.fullmatch(_NORM, name)]
 
     def array(self, name: str) -> Array:
         self.used.add(name)
@@ -266,23 +274,13 @@ class _Layer:
         none = np.zeros_like(next(iter(found.values())))
         return {"b_q": np.concatenate([found.get(p, none) for p in "qkv"])}
 
-    def further(self, norm: Any) -> dict[str, Any]:
+    def further(self) -> dict[str, Any]:
         """Sinks, and the norms of queries and keys."""
-        found: dict[str, Any] = {}
-        for name in self.below:
-            if re.fullmatch(_SINKS, name):
-                found["sinks"] = self.array(name)
+        sinks = [self.array(name) for name in self.below if re.fullmatch(_SINKS, name)]
+        found: dict[str, Any] = {"sinks": sinks[0]} if sinks else {}
         several: dict[str, dict[int, Array]] = {}
-        for name in self.below:
-            match = re.fullmatch(_NORM, name)
-            if not match:
-                continue
-            if norm is None:
-                raise ValueError(
-                    f"{_NAME}: {self.place}{name} belongs to a norm of queries or keys, of which no array tells the "
-                    "kind and eps; give norm=, such as {'kind': 'rms', 'eps': 1e-6}, or leave it out of arrays"
-                )
-            part, head, role = match.groups()
+        for name in self.norms:
+            part, head, role = re.sub(_NORM, r"\1 \2 \3", name).split(" ")
             argument = f"{part}_norm" if role == "weight" else f"b_{part}_norm"
             several.setdefault(argument, {})[int(head or 0)] = self.array(name)
         for argument, heads in several.items():

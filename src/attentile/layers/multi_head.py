@@ -188,28 +188,32 @@ class MultiHeadAttention:
         prefix : str
             Where the layer is, with or without the last dot: "model.layers.0.self_attn", "blk.0". A shorter prefix
             will do as long as only one attention layer lies below it.
-        num_heads, num_kv_heads, rotary
-            As in the constructor; no array tells them.
+        num_heads, num_kv_heads, scale, rotary, norm, layout
+            As in the constructor. No array tells the numbers of heads, the rotation, and the kind and eps of a norm of
+            queries and keys. Default of scale: what the names tell, 1 for T5 and GPT-Neo; of layout: likewise.
 
         Returns
         -------
         MultiHeadAttention
+            Its norms of queries and keys, and its sinks, are those of the arrays.
 
         Raises
         ------
         ValueError
-            No known set of names is complete, or more than one is, or the attention has a further array, which may
-            change the result (a norm, a bias of the scores, a gate, an adapter). The message lists what was found.
+            No known set of names is complete, or more than one is; the names have two readings with other results, and
+            scale or layout must decide; there is a norm of queries and keys, and norm is missing; or the attention has
+            a further array, which may change the result (a norm of its input, a bias of the scores, a gate, an
+            adapter). The message lists what was found.
         TypeError
             Arrays that are not floating, as those of quantised checkpoints.
 
         Notes
         -----
-        Known are the names of PyTorch's nn.MultiheadAttention, of Llama, Mistral, Qwen2, Phi-3, OPT, CLIP, Whisper,
-        BERT, RoBERTa, ViT, GPT-2, GPT-NeoX, BLOOM, Falcon and T5 (scale 1; give its `t5_bias` to the call) in the
-        transformers library, of ViT in timm, and of GGUF files; the error for unknown names lists them all. GGUF files
-        of the Llama family hold the rows of q and k in another order than the original checkpoint: their rotary needs
-        ``interleaved=True``. ChatGLM uses the names of GPT-NeoX with another order: not supported.
+        The error for unknown names lists those that are known: of PyTorch's nn.MultiheadAttention, of some hundred
+        models of the transformers library, of ViT in timm, and of GGUF files. GGUF files and the original files of the
+        Llama family need ``"interleaved": True`` in rotary. T5 and MPNet need their `t5_bias` in the call. The
+        documentation has a table of models and their arguments, and lists the models whose arrays do not tell what
+        they differ in.
 
         Examples
         --------
