@@ -14,9 +14,11 @@ ATTENTILE_ANNOTATE=1 also write _core.html (cython -a)
 
 import os
 import platform
+import re
 import shutil
 import sys
 import sysconfig
+import tomllib
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -103,6 +105,28 @@ def prepare(compiler: object) -> None:
         compiler.compile_options = [option for option in compiler.compile_options if option != "/GL"]  # cl.exe's own
 
 
+# ---- the description ----
+
+
+def for_an_index(readme: str, repository: str | None) -> str:
+    """The README as a package index shows it, which has none of the files that the repository's README links to.
+
+    They are linked at the repository's address. Without one, links become their text and pictures are left out.
+    """
+    target = r"\((?!https?:|#)([^)]+)\)"
+    picture, link = rf"!\[([^\]]*)\]{target}", rf"(?<!!)\[([^\]]+)\]{target}"
+    if repository is None:
+        return re.sub(link, r"\1", re.sub(rf"{picture}\n*", "", readme))
+    linked = re.sub(link, rf"[\1]({repository}/blob/HEAD/\2)", readme)
+    return re.sub(picture, rf"![\1]({repository}/raw/HEAD/\2)", linked)
+
+
+def description() -> str:
+    """README.md for an index, with the address that pyproject.toml gives."""
+    project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return for_an_index(Path("README.md").read_text(encoding="utf-8"), project.get("urls", {}).get("Repository"))
+
+
 # ---- the build ----
 
 
@@ -179,4 +203,10 @@ if __name__ == "__main__":
     for_one_processor()
     core = extensions()
     options = {"bdist_wheel": {"py_limited_api": "cp311"}} if ABI3 and core else {}
-    setup(ext_modules=core, cmdclass={"build_ext": BuildCore}, options=options)
+    setup(
+        ext_modules=core,
+        cmdclass={"build_ext": BuildCore},
+        options=options,
+        long_description=description(),
+        long_description_content_type="text/markdown",
+    )

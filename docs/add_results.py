@@ -1,7 +1,8 @@
 """Put benchmark results on the performance page: python docs/add_results.py FILE NAME
 
 FILE is what benchmarks/peers.py, pytest-benchmark or `python -m attentile bench` wrote as JSON; NAME becomes the
-heading and docs/data/NAME.json. Kept are the numbers, the machine and the date, nothing else (sitegen/results.py).
+heading and docs/data/NAME.json. Only the numbers, the machine and the date are kept (sitegen/results.py). The
+picture of the README is drawn again.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS))
 
 from sitegen.results import UnknownResultsError, kind_of, shrink  # noqa: E402
+from sitegen.speeds import picture_of_the_readme  # noqa: E402
 
 
 def processor_name() -> str:
-    """The processor of this machine as it calls itself."""
+    """The name that this machine's processor gives itself."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -30,7 +32,7 @@ def processor_name() -> str:
 
 
 def add(file: Path, name: str, data: Path = DOCS / "data") -> Path:
-    """Write the part of a results file that the page shows to data/name.json."""
+    """Write to data/name.json the part of a results file that the page shows."""
     results = json.loads(file.read_text(encoding="utf-8"))
     if kind_of(results) == "bench":  # which says neither; it is added on the machine that was measured
         results.setdefault("processor", processor_name())
@@ -47,6 +49,8 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         print(add(arguments.file, arguments.name))
+        picture, text = picture_of_the_readme(DOCS)
+        picture.write_text(text, encoding="utf-8")
     except (OSError, json.JSONDecodeError, UnknownResultsError) as error:
         parser.error(f"{arguments.file}: {error}")
     return 0

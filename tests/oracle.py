@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.testing import assert_array_equal
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
@@ -140,11 +139,3 @@ def tolerance(q: Array, k: Array, v: Array, allowed: Array, expected: Expected, 
     """Twice the error of the same formula in working precision, plus 4 + max |s| units in the last place of max |v|."""
     error = np.abs(same_formula(q, k, v, allowed, **options) - expected.out).max(initial=0)
     return float(2 * error + (4 + expected.largest_score) * np.finfo(q.dtype).eps * np.abs(v).max(initial=1))
-
-
-def same_bits(a: Any, b: Any) -> None:
-    """Equal in dtype, numbers and the signs of zeros; NaN where the other has NaN."""
-    assert a.dtype == b.dtype
-    assert_array_equal(a, b)
-    finite = ~np.isnan(a)
-    assert_array_equal(np.signbit(a[finite]), np.signbit(b[finite]))

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
 from oracle import allowed_keys, oracle, tolerance
 
+import attentile
 from attentile import AttentionResult, attention
 
 DTYPES = (np.float32, np.float64)
@@ -367,3 +369,24 @@ def test_inputs_are_not_modified(impl):
     attention(*arrays[:3], mask=arrays[3], bias=arrays[4], causal="lower_right")
     for x, y in zip(arrays, before, strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+def test_no_items_and_empty_lists(impl):
+    q = np.zeros((0, 2, 3, 4))
+    assert attention(q, q, q, key_lengths=[]).shape == q.shape
+    assert attention(q, q, q, causal=True, q_start=[]).shape == q.shape
+    with pytest.raises(TypeError, match="key_lengths has dtype float64"):
+        attention(*np.ones((3, 4, 4)), key_lengths=1.0)
+
+
+def test_biases_with_an_axis_for_the_one_head(impl):
+    """Those of relative_bias and t5_bias have an axis for the heads; two-dimensional arrays have one head."""
+    x, table = np.eye(4), np.random.default_rng(0).standard_normal((32, 1))
+    bias = attentile.t5_bias(table, 4, 4)
+    assert bias.shape == (1, 4, 4)
+    assert_array_equal(attention(x, x, x, bias=bias), attention(x[None], x[None], x[None], bias=bias)[0])
+    mask = np.tri(4, dtype=bool)
+    assert_array_equal(attention(x, x, x, mask=mask[None]), attention(x, x, x, mask=mask))
+    for wrong in (np.zeros((2, 4, 4)), np.zeros((1, 1, 4, 4)), np.zeros((1, 5, 4))):
+        with pytest.raises(ValueError, match="does not broadcast"):
+            attention(x, x, x, bias=wrong)

@@ -15,7 +15,6 @@ from cache_helpers import (
     WIDTH,
     Model,
     assert_same,
-    normal,
     pages_in_use,
     pages_made,
     pair_of,
@@ -23,6 +22,7 @@ from cache_helpers import (
     ragged,
     state_of,
 )
+from helpers import normal
 from numpy.testing import assert_array_equal
 
 from attentile import KVCache, alibi_slopes, attention
@@ -430,3 +430,11 @@ def test_rotary_options_are_checked_at_once():
     pytest.importorskip("attentile.positions.rotary")
     with pytest.raises(ValueError, match="rotary_dim"):
         KVCache(1, 1, 8, rotary={"rotary_dim": 3})
+
+
+@pytest.mark.parametrize("rows", [0, 2])
+def test_an_empty_cache_gives_all_results(impl, rows):
+    result = KVCache(2, 1, 4).attend(np.ones((2, 3, rows, 4), np.float32), return_lse=True, return_weights=True)
+    assert_array_equal(result.out, np.zeros((2, 3, rows, 4), np.float32))
+    assert_array_equal(result.lse, np.full((2, 3, rows), -np.inf, np.float32))
+    assert result.weights.shape == (2, 3, rows, 0)

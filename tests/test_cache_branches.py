@@ -21,7 +21,6 @@ from cache_helpers import (
     WIDTH,
     Model,
     assert_same,
-    normal,
     page_counts,
     pages_in_use,
     pages_made,
@@ -30,6 +29,7 @@ from cache_helpers import (
     ragged,
     state_of,
 )
+from helpers import normal
 from numpy.testing import assert_array_equal
 
 from attentile import KVCache

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cache_helpers import Model, normal, pages_made, pair_of, poison, state_of
+from cache_helpers import Model, pages_made, pair_of, poison, state_of
+from helpers import normal
 from numpy.testing import assert_array_equal
 
 from attentile import KVCache

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cache_helpers import assert_same, normal
+from cache_helpers import assert_same
+from helpers import normal
 from layer_oracle import make
 from numpy.testing import assert_allclose, assert_array_equal
 from numpy.typing import NDArray

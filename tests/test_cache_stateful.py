@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cache_helpers import Model, assert_same, normal, pages_in_use, poison, state_of
+from cache_helpers import Model, assert_same, pages_in_use, poison, state_of
+from helpers import normal
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule

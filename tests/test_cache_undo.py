@@ -1,6 +1,6 @@
 """A layer's call that fails leaves its cache as it was, whatever fails and whatever the window has dropped.
 
-Every test runs on each implementation (fixture `impl`).
+Every test runs on the NumPy twin and on the compiled core (fixture `either`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cache_helpers import normal, pages_in_use, pages_made
+from cache_helpers import pages_in_use, pages_made
+from helpers import normal
 from layer_oracle import make
 from numpy.testing import assert_array_equal
 
@@ -18,7 +19,7 @@ from attentile.cache import pages
 from attentile.cache.retention import Held
 from attentile.layers import multi_head
 
-pytestmark = pytest.mark.usefixtures("impl")
+pytestmark = pytest.mark.usefixtures("either")
 
 W = make(kv_heads=2, width=4)
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -1,6 +1,6 @@
 """MultiHeadAttention.from_arrays: every naming convention, and what is refused.
 
-Every test runs on each implementation (fixture `impl`).
+Every test runs on the NumPy twin and on the compiled core (fixture `either`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from attentile import MultiHeadAttention
 from attentile.layers.checkpoints import CONVENTIONS, Convention
 
-pytestmark = pytest.mark.usefixtures("impl")
+pytestmark = pytest.mark.usefixtures("either")
 
 Array = NDArray[Any]
 

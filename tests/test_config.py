@@ -224,3 +224,52 @@ def test_version():
     assert attentile.__version__ == attentile.show_config(as_dict=True)["version"]
     with pytest.raises(AttributeError, match="module 'attentile' has no attribute 'nothing'"):
         attentile.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("text", ["²", "9" * 5000, "٣"])
+def test_numbers_that_python_cannot_read(text):
+    """str.isdigit() is true for more than int() takes."""
+    shown = config_of(OMP_NUM_THREADS=text)
+    want = {"²": config_of()["threads"], "٣": 3}.get(text, 256)
+    assert shown["threads"] == want
+
+
+@pytest.mark.parametrize(
+    ("content", "want"),
+    [
+        (b"", None),
+        (b"\n\n0::/a\n", 0.5),
+        (b"nothing like it\n:\n0::/a\n", 0.5),
+        (b"0::/../a\n", 0.5),
+        (b"0::/\xff\xfe/a\n", None),
+        (b"0::/a\0b\n", None),
+        (b"1:cpu:/../../a\n", 2.0),
+        (b"1:cpuacct,cpu:/b\n0::/a\n", 0.25),
+        (b"3:memory:/a\n", None),
+    ],
+)
+def test_cgroup_files_of_every_kind(tmp_path, content, want):
+    """Names in bytes that are no UTF-8, lines that are none, groups beyond the container's root."""
+    write(tmp_path / "sys/fs/cgroup/a/cpu.max", "50000 100000\n")
+    write(tmp_path / "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us", "200000\n")
+    write(tmp_path / "sys/fs/cgroup/cpu/a/cpu.cfs_period_us", "100000\n")
+    write(tmp_path / "sys/fs/cgroup/cpuacct,cpu/b/cpu.cfs_quota_us", "25000\n")
+    write(tmp_path / "sys/fs/cgroup/cpuacct,cpu/b/cpu.cfs_period_us", "100000\n")
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_bytes(content)
+    assert threads._cgroup_quota(tmp_path) == want
+
+
+@pytest.mark.parametrize(
+    "text", ["-1 100000", "0 100000", "5 0", "5 -5", "1e5 100000", "max", "", "1 2 3", "5 " + "9" * 400]
+)
+def test_a_quota_that_makes_no_sense_is_none(tmp_path, text):
+    write(tmp_path / "proc/self/cgroup", "0::/a\n")
+    write(tmp_path / "sys/fs/cgroup/a/cpu.max", text)
+    assert threads._cgroup_quota(tmp_path) is None
+
+
+def test_a_hybrid_mount_of_version_2(tmp_path):
+    write(tmp_path / "proc/self/cgroup", "0::/a\n")
+    write(tmp_path / "sys/fs/cgroup/unified/a/cpu.max", "150000 100000")
+    assert threads._cgroup_quota(tmp_path) == 1.5

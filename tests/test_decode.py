@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import same_bits
 from numpy.testing import assert_allclose
-from oracle import oracle, same_bits, tolerance
+from oracle import oracle, tolerance
 
 from attentile import KVCache, attention
 
@@ -165,3 +166,15 @@ def test_any_strides(impl: str) -> None:
     assert_same(impl, attention(q, k, v), contiguous)
     out = np.zeros((2, 1, 6, 64), np.float32)[..., ::-1][..., 32:][..., ::-1].swapaxes(1, 2)
     assert_same(impl, attention(q, k, v, out=out), contiguous)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 8])
+@pytest.mark.parametrize("heads", [1, 16])
+@pytest.mark.parametrize("keys", [2**40, 2**50])
+def test_a_view_that_repeats_a_key_needs_no_memory(compiled, keys, heads, threads):
+    """Scratch for partial results grew with S, seen or not: MemoryError, and sizes beyond 2^63 bytes in the end."""
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.standard_normal((1, heads, 1, 8)).astype("f4") for _ in range(3))
+    k, v = (np.broadcast_to(x, (1, heads, keys, 8)) for x in (k, v))
+    found = attention(q, k, v, key_lengths=300, num_threads=threads)
+    np.testing.assert_array_equal(found, attention(q, k[:, :, :300], v[:, :, :300]))

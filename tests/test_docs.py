@@ -9,7 +9,6 @@ import argparse
 import doctest
 import inspect
 import itertools
-import json
 import re
 import subprocess
 import sys
@@ -31,17 +30,17 @@ if not DOCS.is_dir():
     pytest.skip("docs/ does not lie beside the tests", allow_module_level=True)
 sys.path.insert(0, str(DOCS))
 
-from add_results import add  # noqa: E402
 from check_site import problems_of  # noqa: E402
-from sitegen import build, diagrams, masks, pages, performance, results  # noqa: E402
+from sitegen import build, diagrams, formula, masks, pages, speeds  # noqa: E402
 
-PAGES = sorted([*DOCS.glob("*.md"), *DOCS.glob("api/*.md")])
+README = ROOT / "README.md"
+PAGES = sorted([*DOCS.glob("*.md"), *DOCS.glob("api/*.md"), *DOCS.glob("guide/*.md")])
 FENCE = re.compile(r"^```(\{?[\w-]*\}?).*\n((?:.*\n)*?)^```$", re.MULTILINE)
 DIRECTIVES = {"{eval-rst}", "{include}", "{raw}", "{toctree}"}
 
 
 def page_id(page: Path) -> str:
-    return page.relative_to(DOCS).as_posix()
+    return page.relative_to(ROOT if page == README else DOCS).as_posix()
 
 
 def code(text: str, language: str) -> str:
@@ -58,10 +57,13 @@ def code(text: str, language: str) -> str:
 
 
 def test_pages_are_there():
-    assert {"index.md", "start.md", "semantics.md", "kernel.md", "api/cache.md"} <= {page_id(page) for page in PAGES}
+    names = {page_id(page) for page in PAGES}
+    assert {"index.md", "start.md", "semantics.md", "kernel.md", "api/cache.md", "guide/chat.md"} <= names
+    linked = set(re.findall(r"\]\((guide/\w+\.md)\)", (DOCS / "index.md").read_text(encoding="utf-8")))
+    assert linked == {name for name in names if name.startswith("guide/")}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
+@pytest.mark.parametrize("page", [README, *PAGES], ids=page_id)
 def test_code_runs(page):
     """Sessions with >>>, run as one; a page's other blocks must be commands or directives of the site."""
     text = page.read_text(encoding="utf-8")
@@ -76,6 +78,16 @@ def test_code_runs(page):
     report: list[str] = []
     outcome = doctest.DocTestRunner().run(session, out=report.append)
     assert outcome.failed == 0, "".join(report)
+
+
+def test_the_readme_says_first_what_it_is_and_then_how_to_start():
+    first, _, rest = README.read_text(encoding="utf-8").partition("\n## Two commands\n")
+    assert first.count("\n") <= 40
+    assert "attention(q, k, v" in first
+    assert "**Use something else**" in first
+    commands = re.findall(r"^    (python .*)$", rest, re.MULTILINE)
+    assert len(commands) == 2
+    assert all(part in (ROOT / ".ci" / "run").read_text(encoding="utf-8") for part in commands[0].split(" && "))
 
 
 COMMANDS = sorted({
@@ -160,13 +172,12 @@ def documented() -> dict[str, Any]:
 
 
 DOCUMENTED = documented()
+RETURNED = ("AttentionResult", "AttentionStats", "AttentionOutputs", "Explanation", "Partial")  # and never called
 
 
-@pytest.mark.parametrize("name", DOCUMENTED)
+@pytest.mark.parametrize("name", [name for name in DOCUMENTED if not name.endswith(RETURNED)])
 def test_docstring_has_every_parameter_in_order(name):
     thing = DOCUMENTED[name]
-    if name.endswith(("AttentionResult", "AttentionStats", "AttentionOutputs", "Explanation", "Partial")):
-        pytest.skip("is returned, not called")
     text = inspect.getdoc(thing) or ""
     section = re.search(r"^Parameters\n-+\n((?:.*\n)*?)(?=\w+\n---|\Z)", text + "\n", re.MULTILINE)
     heads = re.findall(r"^([\w*][\w*, ]*?)(?: : |$)", section[1], re.MULTILINE) if section else []
@@ -269,9 +280,12 @@ def test_the_diagram_of_chunks_is_what_a_call_visits():
         assert grid[b][c] == ("all" if seen.all() else "edge" if seen.any() else "none")
 
 
-@pytest.mark.parametrize("name", diagrams.ALL)
+DRAWN = {**build.DRAWINGS, "speeds": lambda: str(speeds.of(DOCS))}
+
+
+@pytest.mark.parametrize("name", DRAWN)
 def test_diagrams_stay_inside_their_frame(name):
-    drawing = diagrams.ALL[name]()
+    drawing = DRAWN[name]()
     width, height = map(float, re.search(r'viewBox="0 0 (\S+) (\S+)"', drawing).groups())
     for x, y, size, anchor, text in re.findall(
         r'<text class="[^"]*" x="(\S+)" y="(\S+)" font-size="(\S+)" text-anchor="(\w+)">([^<]*)', drawing
@@ -281,6 +295,16 @@ def test_diagrams_stay_inside_their_frame(name):
         assert left >= -1, text
         assert left + length <= width + 6, text
         assert float(y) <= height, text
+
+
+def test_weights_of_the_formula_are_drawn_to_scale():
+    """The areas of the squares over the area of a cell are the rows of a softmax."""
+    sides = re.findall(r'<rect class="a" x="\S+" y="\S+" width="(\S+)" height="(\S+)"', formula.weights())
+    areas = sum(float(width) * float(height) for width, height in sides) / (formula.CELL - 2) ** 2
+    assert areas == pytest.approx(len(formula.SHOWN) * len(formula.WORDS), rel=0.01)
+    page = (DOCS / "guide" / "formula.md").read_text(encoding="utf-8")
+    assert f">>> words = {list(formula.WORDS)}".replace("'", '"') in page
+    assert f"np.array({[list(vector) for vector in formula.WORDS.values()]}" in page
 
 
 def test_every_generated_file_is_used_and_there(tmp_path):
@@ -306,7 +330,7 @@ def test_guides_are_those_of_the_repository(tmp_path):
         *titles,
         *[title for title in re.findall(r"^## (.*)$", contributing, re.MULTILINE) if title not in titles],
     ]
-    own = re.findall(r"^## (.*)$", (DOCS / "guides.md").read_text(encoding="utf-8"), re.MULTILINE)
+    own = re.findall(r"^## (.*)$", (DOCS / "extending.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert set(own).isdisjoint(titles), "a guide is told twice"
 
 
@@ -335,118 +359,6 @@ def test_help_of_options_is_filled_in():
     parser.add_argument("-n", "--number", type=int, default=7, help="50 %% of %(default)s")
     assert pages.options(parser).splitlines()[2:] == ["| `--number NUMBER` | 50 % of 7 |"]
     assert pages.options(argparse.ArgumentParser()) == ""
-
-
-# ---- the performance page ----
-
-
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory) -> dict[str, Path]:
-    """A file of each kind, written by the program that writes it."""
-    folder = tmp_path_factory.mktemp("measured")
-    files = {kind: folder / f"{kind}.json" for kind in ("peers", "bench", "suite")}
-    peers = ["benchmarks/peers.py", "--cases", "tiny-32", "--with", "ours,numpy", "--rounds", "2", "--ms", "2"]
-    bench = ["-m", "attentile", "bench", "--shape", "1,4,2,1,64,32", "--seconds", "0.01"]
-    suite = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "benchmarks/test_bench_attention.py", "-k", "tiny"]
-    suite += ["--benchmark-min-rounds=1", "--benchmark-max-time=0.01", "--benchmark-warmup=off"]
-    for arguments in (
-        [*peers, "--threads", "1", "--json", str(files["peers"])],
-        [*bench, "--json", str(files["bench"])],
-        [*suite, f"--benchmark-json={files['suite']}"],
-    ):
-        run = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300)
-        assert run.returncode == 0, run.stdout + run.stderr
-    return files
-
-
-def test_performance_page_of_what_was_measured(measured, tmp_path):
-    for kind, file in measured.items():
-        add(file, f"a run of {kind}", tmp_path)
-    text = performance.page(results.load(tmp_path))
-    assert "Not measured" not in text
-    assert re.findall(r"^### (.*)$", text, re.MULTILINE) == ["a run of peers", "a run of bench", "a run of suite"]
-    peers = json.loads(measured["peers"].read_text())["cases"]["tiny-32"]
-    row = next(line for line in text.splitlines() if line.startswith("| `tiny-32`"))
-    assert f"**{peers['ratios']['numpy']['median']:.2f}**" in row
-    assert f"<title>NumPy: {peers['ratios']['numpy']['median']:.2f}</title>" in text
-    bench = json.loads(measured["bench"].read_text())["rows"][0]
-    times = [performance._number(bench[name]) for name in ("formula_ms", "twin_ms")]
-    assert f"| {bench['gbytes_per_second']:.1f} | {' | '.join(times)} | {bench['speedup']:.2f} |" in text
-    benchmarks = json.loads(measured["suite"].read_text())["benchmarks"]
-    medians = {one["extra_info"]["backend"]: one["stats"]["median"] for one in benchmarks if "tiny-32" in one["group"]}
-    if backend.active is not None:
-        times = [performance._number(medians[name] * 1e3) for name in ("compiled", "formula", "numpy")]
-        speedup = min(medians["formula"], medians["numpy"]) / medians["compiled"]
-        assert f"| {' | '.join(times)} | {speedup:.2f} |" in text
-        told = {one["extra_info"].get("speed-up") for one in benchmarks if "tiny-32" in one["group"]}
-        assert told == {None, round(speedup, 3)}
-
-
-def test_performance_page_of_files_without_the_formula(measured, tmp_path):
-    """As they were written before it was timed: `numpy_ms` was the formula of the speed table, the suite had none."""
-    bench, suite = (json.loads(measured[kind].read_text()) for kind in ("bench", "suite"))
-    row = bench["rows"][0]
-    row["numpy_ms"] = row.pop("formula_ms")
-    del row["twin_ms"]
-    suite["benchmarks"] = [one for one in suite["benchmarks"] if one["extra_info"]["backend"] != "formula"]
-    (tmp_path / "bench.json").write_text(json.dumps(bench))
-    (tmp_path / "suite.json").write_text(json.dumps(suite))
-    text = performance.page(results.load(tmp_path))
-    assert f"| {performance._number(row['numpy_ms'])} | – | {row['speedup']:.2f} |" in text
-    medians = {
-        one["extra_info"]["backend"]: one["stats"]["median"] for one in suite["benchmarks"] if "tiny-32" in one["group"]
-    }
-    if backend.active is not None:
-        twin, speedup = performance._number(medians["numpy"] * 1e3), medians["numpy"] / medians["compiled"]
-        assert f"| {performance._number(medians['compiled'] * 1e3)} | – | {twin} | {speedup:.2f} |" in text
-
-
-def test_shapes_in_words():
-    plain = {"B": 1, "Hq": 1, "Hkv": 1, "L": 5, "S": 6, "D": 64, "dtype": "float64", "causal": False, "mask": None}
-    assert performance.shape_of(plain) == "1 head, 5 × 6, d = 64, float64"
-    other = {"B": 8, "Hq": 32, "Hkv": 8, "dtype": "float32", "causal": True, "mask": "padding", "window": 256}
-    assert performance.shape_of(plain | other) == "8 × 32/8 heads, 5 × 6, d = 64, causal, padding mask, window 256"
-
-
-def test_performance_page_says_what_is_missing(measured, tmp_path):
-    empty = performance.page(results.load(tmp_path))
-    assert empty.count("Not measured yet") == 3
-    for _, command, _ in performance.KINDS.values():
-        assert command in empty
-    add(measured["bench"], "bench", tmp_path)
-    assert performance.page(results.load(tmp_path)).count("Not measured yet") == 2
-
-
-def test_peers_without_a_right_result_are_named_and_not_plotted(measured, tmp_path):
-    found = json.loads(measured["peers"].read_text())
-    found["cases"]["tiny-32"]["candidates"]["numpy"]["status"] = "wrong"
-    (tmp_path / "peers.json").write_text(json.dumps(found))
-    text = performance.page(results.load(tmp_path))
-    assert "off by more than rounding: `tiny-32`: NumPy" in text
-    assert "<circle" not in text
-
-
-def test_results_keep_no_name_of_a_host_or_path(measured):
-    for file in measured.values():
-        raw = json.loads(file.read_text())
-        small = results.shrink(raw)
-        assert results.shrink(small) == small
-        assert str(ROOT) not in json.dumps(small)
-        for secret in (raw.get("machine_info", {}).get("node"), raw.get("commit_info", {}).get("id")):
-            assert not secret or secret not in json.dumps(small)
-
-
-def test_committed_results_are_small_and_known():
-    for path in DOCS.glob("data/*.json"):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        assert results.shrink(found) == found, f"{path.name}: put it there with docs/add_results.py"
-        assert path.stat().st_size < 100_000
-
-
-def test_unknown_results_are_refused(tmp_path):
-    (tmp_path / "other.json").write_text('{"machine": {}}')
-    with pytest.raises(results.UnknownResultsError, match=r"other\.json: neither benchmarks/peers"):
-        results.load(tmp_path)
 
 
 # ---- the check of the built site ----

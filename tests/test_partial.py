@@ -208,7 +208,7 @@ def test_half_precision_is_computed_in_float32(impl):
         ),
     ],
 )
-def test_parts_that_do_not_fit_are_refused(impl, change, error, words):
+def test_parts_that_do_not_fit_are_refused(either, change, error, words):
     q, k, v = arrays(3)
     before = attention_partial(q, k, v)
     before = tuple(before) if "before" in change else before._replace(**change)
@@ -216,7 +216,7 @@ def test_parts_that_do_not_fit_are_refused(impl, change, error, words):
         attention(q, k, v, before=before)
 
 
-def test_errors_name_the_function(impl):
+def test_errors_name_the_function(either):
     q, k, v = arrays(3)
     with pytest.raises(TypeError, match=r"^attention_partial: unexpected keyword argument 'sinks'"):
         attention_partial(q, k, v, sinks=np.zeros(HEADS))

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import FMA_ISAS, available_isas
+from conftest import FMA_HERE, two_fma_isas
+from helpers import same_bits
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rotary_oracle import exact_error, members, multiplied, plain, rotated
@@ -33,12 +34,6 @@ def bfloat16() -> np.dtype[Any]:
 
 def half(name: str) -> np.dtype[Any]:
     return bfloat16() if name == "bfloat16" else np.dtype(name)
-
-
-def same_bits(a: np.ndarray, b: np.ndarray) -> None:
-    assert a.dtype == b.dtype
-    assert a.shape == b.shape
-    assert np.ascontiguousarray(a).tobytes() == np.ascontiguousarray(b).tobytes()
 
 
 # ---- values ----
@@ -235,14 +230,12 @@ def test_concurrent_callers():
                 same_bits(found, right)
 
 
+@two_fma_isas
 @pytest.mark.parametrize("options", [{}, {"inverse": True}, {"rotary_dim": 18, "interleaved": True}, {"base": 77.0}])
 def test_fma_instruction_sets_agree(options):
-    isas = [isa for isa in available_isas() if isa in FMA_ISAS]
-    if len(isas) < 2:
-        pytest.skip(f"needs two FMA instruction sets, this host has {isas}")
     for dtype in (np.float32, np.float64, np.float16):
         x, results = uniform(2, 3, 90, 34, dtype=dtype), []
-        for isa in isas:
+        for isa in FMA_HERE:
             with use_backend("compiled", isa):
                 results.append(rotary_embedding(x, 2**30, **options))
         for other in results[1:]:
@@ -492,3 +485,7 @@ def test_mixtures(data):
     out = x if data.draw(st.booleans()) else None
     found = rotary_embedding(x, positions, base=base, rotary_dim=dim, interleaved=interleaved, inverse=inverse, out=out)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=ONCE[dtype] + 2e-13)
+
+
+def test_rotary_without_rows(impl):
+    assert rotary_embedding(np.ones((2, 0, 8), np.float32)).shape == (2, 0, 8)

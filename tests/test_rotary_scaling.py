@@ -1,6 +1,6 @@
 """rotary_embedding(scaling=): each method against its formula written again here in mpmath; and every error.
 
-Every test runs on each implementation (fixture `impl`).
+Every test runs on the NumPy twin and on the compiled core (fixture `either`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rotary_oracle import exact_error, plain, rotated
 
 from attentile import rotary_embedding
 
-pytestmark = pytest.mark.usefixtures("impl")
+pytestmark = pytest.mark.usefixtures("either")
 
 mp = mpmath.mp.clone()
 mp.dps = 40

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import FMA_ISAS, available_isas
-from oracle import same_bits
+from conftest import FMA_HERE, two_fma_isas
+from helpers import same_bits
 
 from attentile import attention, num_threads, positional_encoding, self_attention, use_backend
 
@@ -53,9 +53,7 @@ def row_options(options: dict[str, Any], item: int, head: int, rows: slice) -> d
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
-def test_a_row_alone_and_in_any_group_of_rows(impl, kind, qkv):
-    if impl == "reference":
-        pytest.skip("the promise is the compiled core's; NumPy's matmul depends on the shape")
+def test_a_row_alone_and_in_any_group_of_rows(isa, kind, qkv):
     q, k, v = qkv
     whole = attention(q, k, v, **OPTIONS[kind])
     for item, head, rows in [
@@ -70,9 +68,7 @@ def test_a_row_alone_and_in_any_group_of_rows(impl, kind, qkv):
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
-def test_batch_heads_and_grouping(impl, kind, qkv):
-    if impl == "reference":
-        pytest.skip("the promise is the compiled core's")
+def test_batch_heads_and_grouping(isa, kind, qkv):
     q, k, v = qkv
     whole = attention(q, k, v, **OPTIONS[kind])
     for item, head in [(0, 1), (2, 3)]:
@@ -85,9 +81,7 @@ def test_batch_heads_and_grouping(impl, kind, qkv):
 
 
 @pytest.mark.parametrize("poison", [0.0, np.nan, np.inf])
-def test_padding_after_the_last_visible_key(impl, poison, qkv):
-    if impl == "reference":
-        pytest.skip("the promise is the compiled core's")
+def test_padding_after_the_last_visible_key(isa, poison, qkv):
     q, k, v = qkv
     for n in (1, 31, 32, 33, 255, 256, 257, 600):
         alone = attention(q[0], k[0, :, :n], v[0, :, :n])
@@ -99,7 +93,7 @@ def test_padding_after_the_last_visible_key(impl, poison, qkv):
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
-def test_thread_counts(impl, kind, qkv):
+def test_thread_counts(isa, kind, qkv):
     one = attention(*qkv, num_threads=1, **OPTIONS[kind])
     for threads in (2, 3, 7):
         same_bits(attention(*qkv, num_threads=threads, **OPTIONS[kind]), one)
@@ -107,13 +101,11 @@ def test_thread_counts(impl, kind, qkv):
         same_bits(attention(*qkv, **OPTIONS[kind]), one)
 
 
+@two_fma_isas
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_fma_instruction_sets_agree(kind, qkv):
-    isas = [isa for isa in available_isas() if isa in FMA_ISAS]
-    if len(isas) < 2:
-        pytest.skip(f"needs two FMA instruction sets, this host has {isas}")
     results = []
-    for isa in isas:
+    for isa in FMA_HERE:
         with use_backend("compiled", isa):
             results.append(attention(*qkv, return_lse=True, return_weights=True, **OPTIONS[kind]))
     for other in results[1:]:
@@ -121,17 +113,15 @@ def test_fma_instruction_sets_agree(kind, qkv):
             same_bits(a, b)
 
 
+@two_fma_isas
 @pytest.mark.parametrize("width", [1, 7, 64, 129])
 def test_fma_instruction_sets_agree_elsewhere(width):
     """The textbook functions and the positional encoding keep the order of operations too."""
-    isas = [isa for isa in available_isas() if isa in FMA_ISAS]
-    if len(isas) < 2:
-        pytest.skip(f"needs two FMA instruction sets, this host has {isas}")
     rng = np.random.default_rng(25)
     q, k, v = rng.standard_normal((3, 90, width))
     mask = rng.random((90, 90)) < 0.5
     results = []
-    for isa in isas:
+    for isa in FMA_HERE:
         with use_backend("compiled", isa):
             results.append((*self_attention(q, k, v, width, mask), positional_encoding(130, width, offset=-40)))
     for other in results[1:]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from attentile import attention
 
@@ -57,6 +58,22 @@ def test_batch_items_are_counted_through_all_axes(impl):
         (lambda s, *_: s > 0, ValueError, "dtype bool"),
     ],
 )
-def test_errors(impl, qkv, mod, error, words):
+def test_errors(either, qkv, mod, error, words):
     with pytest.raises(error, match=words):
         attention(*qkv, score_mod=mod)
+
+
+def test_a_score_of_minus_infinity_excludes_the_key(impl):
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 5, 8))
+    later = np.where(np.arange(5) < np.arange(5)[:, None], 0, -np.inf)  # row 0 sees nothing
+    v[:, :, 4] = np.nan  # the last key is seen by nobody
+
+    def strictly_causal(scores, b, h, i, j):
+        return np.where(j < i, scores, -np.inf)
+
+    found = attention(q, k, v, score_mod=strictly_causal, return_lse=True, return_weights=True)
+    wanted = attention(q, k, v, bias=later, return_lse=True, return_weights=True)
+    for one, other in zip(found, wanted, strict=True):
+        assert_allclose(one, other, rtol=1e-12)
+    assert_array_equal(found.out[:, :, 0], 0)
+    assert_array_equal(found.lse[:, :, 0], -np.inf)

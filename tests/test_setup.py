@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import runpy
 import sys
 import sysconfig
@@ -104,3 +105,23 @@ def test_a_choice_of_the_user_stays(setup, monkeypatch):
     monkeypatch.setattr(os, "environ", {"ARCHFLAGS": "-arch x86_64"})
     setup["for_one_processor"]()
     assert os.environ == {"ARCHFLAGS": "-arch x86_64"}
+
+
+def test_the_readme_of_an_index_has_no_relative_link(setup):
+    readme = (SETUP.parent / "README.md").read_text(encoding="utf-8")
+    relative = re.compile(r"\]\((?!https?:)")
+    assert relative.search(readme)
+    alone, linked = setup["for_an_index"](readme, None), setup["for_an_index"](readme, "https://example.org/attentile")
+    assert relative.search(alone) is relative.search(linked) is None
+    assert "![" not in alone
+    picture, page = (
+        "](https://example.org/attentile/raw/HEAD/docs/_static/",
+        "](https://example.org/attentile/blob/HEAD/docs/",
+    )
+    assert picture in linked
+    assert page in linked
+
+
+def test_links_to_elsewhere_stay_in_the_readme_of_an_index(setup):
+    text = "[a](https://example.org/b) ![c](https://example.org/d.svg) [e](#f)"
+    assert setup["for_an_index"](text, None) == setup["for_an_index"](text, "https://example.org") == text

@@ -119,7 +119,7 @@ def test_d_k_is_taken_as_given(impl):
 @pytest.mark.parametrize(
     ("dtype", "want"), [("f8", "f8"), ("f4", "f4"), ("f2", "f2"), ("i4", "f8"), ("?", "f8"), ("u1", "f8")]
 )
-def test_dtypes(impl, dtype, want):
+def test_dtypes(either, dtype, want):
     rng = np.random.default_rng(35)
     Q, K, V = (rng.integers(0, 2, (6, 4)).astype(dtype) for _ in range(3))
     output, weights = self_attention(Q, K, V, 4)
@@ -215,7 +215,7 @@ ONES = np.ones((2, 4))
         (lambda: multi_head_attention(ONES, 4, 0, *[np.eye(4)] * 4), ValueError, "num_heads is 0"),
     ],
 )
-def test_errors(impl, call, error, words):
+def test_errors(either, call, error, words):
     with pytest.raises(error, match=words):
         call()
 
@@ -232,3 +232,21 @@ def test_a_layer_of_no_rows_and_of_many(impl):
     p = np.exp(scores - scores.max(axis=-1, keepdims=True))
     wanted = (p / p.sum(axis=-1, keepdims=True) @ heads[2]).swapaxes(0, 1).reshape(300, 4) @ weights[3]
     np.testing.assert_allclose(multi_head_attention(x, 4, 2, *weights, np.tri(300)), wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("d_k", ["eight", None, [1, 2]], ids=repr)
+def test_d_k_that_is_no_number(d_k):
+    with pytest.raises(TypeError, match=r"^self_attention: d_k is .*; it must be a positive number$"):
+        self_attention(*np.ones((3, 3, 8)), d_k)
+
+
+@pytest.mark.parametrize("wrong", ["2", True, np.True_])
+def test_the_width_of_the_textbook_is_a_number(wrong):
+    with pytest.raises(TypeError, match=r"^self_attention: d_k is .*; it must be a positive number"):
+        self_attention(*np.ones((3, 4, 4)), wrong)
+
+
+def test_the_message_about_a_mask_of_the_textbook_tells_what_was_given():
+    w = np.eye(4)
+    with pytest.raises(ValueError, match=r"mask has shape \(2, 1, 3, 3\), which does not broadcast to \(2, 3, 3\)"):
+        multi_head_attention(np.ones((2, 3, 4)), 4, 2, w, w, w, w, mask=np.ones((2, 1, 3, 3), bool))

@@ -37,6 +37,17 @@ GROUPS: dict[str, tuple[dict[str, Any], ...]] = {
         {"queries": 7, "keys": 7, "causal": True, "segments": [0, 0, 0, 1, 1, 2, 2]},
         {"queries": 3, "keys": 7, "segments": ([1, 0, 5], [0, 0, 0, 1, 1, 2, 2])},
     ),
+    "padding": ({"queries": 6, "keys": 6, "key_lengths": 4},),
+    "triangle": ({"queries": 6, "keys": 6, "causal": True},),
+    "decoding": (
+        {"queries": 2, "keys": 6, "causal": "lower_right"},
+        {"queries": 2, "keys": 6, "causal": True, "q_start": 2},
+    ),
+    "band": ({"queries": 7, "keys": 7, "causal": True, "window": (2, None)},),
+    "local": ({"queries": 7, "keys": 7, "window": (1, 1)},),
+    "prefix": ({"queries": 6, "keys": 6, "causal": True, "prefix_lengths": 3},),
+    "packed": ({"queries": 7, "keys": 7, "causal": True, "segments": [0, 0, 0, 1, 1, 2, 2]},),
+    "dense": ({"queries": 4, "keys": 4, "mask": [True, False, True, False]},),
     "combined": (
         {"queries": 7, "keys": 7, "mask": [True, True, False, True, True, True, True]},
         {

@@ -35,9 +35,9 @@ KINDS = {
     "suite": (
         "Against NumPy",
         "python -m pytest benchmarks --benchmark-json=FILE",
-        "The compiled kernels beside the formula as people write it in NumPy, and beside the NumPy twin, which stands "
-        "in for the kernels where there is no compiler. The speed-up is over the faster of the two; a dash is what was "
-        "not timed.",
+        "The compiled kernels alongside the formula as people write it in NumPy and the NumPy twin, which stands in "
+        "for the kernels without a compiler. The speed-up is over the faster of these two; a dash means that it "
+        "was not timed.",
     ),
 }
 
@@ -46,8 +46,9 @@ def page(reports: list[Report]) -> str:
     """The whole page as Markdown."""
     parts = [
         "# Performance\n",
-        "Every table and plot here is made from the JSON files in `docs/data`, which hold what the benchmarks wrote. "
-        "Times belong to one machine on one day: compare ratios and shares.\n",
+        "The tables and plots of the first three sections are made from the JSON files in `docs/data`, which the "
+        "benchmarks wrote; those below name the program that measured them. Times belong to one machine on one day: "
+        "compare ratios and shares.\n",
     ]
     sections = {"peers": _peers, "bench": _bench, "suite": _suite}
     for kind, (title, command, words) in KINDS.items():

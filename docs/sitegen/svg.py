@@ -5,6 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
+# The variables of the site's theme that the style sheet uses, in a light theme.
+_LIGHT = {
+    "font-stack": "system-ui, sans-serif",
+    "font-stack--monospace": "monospace",
+    "color-foreground-primary": "#1f2328",
+    "color-foreground-muted": "#59636e",
+    "color-foreground-border": "#d1d9e0",
+    "color-background-secondary": "#f6f8fa",
+    "color-background-border": "#e6e8eb",
+}
+
 
 def _number(value: float) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".")
@@ -63,3 +74,12 @@ class Drawing:
         size = f'viewBox="0 0 {_number(self.width)} {_number(self.height)}" width="{_number(self.width)}"'
         head = f'<svg class="drawing" xmlns="http://www.w3.org/2000/svg" role="img" {size}>'
         return "\n".join([head, f"<title>{escape(self.title)}</title>", *self._parts, "</svg>"])
+
+    def alone(self, style_sheet: str) -> str:
+        """The drawing as a file of its own: with the rules that it would have on the site, on a light ground, because a
+        page that shows it as an image may be light or dark and does not tell it."""
+        rules = "\n".join(line for line in style_sheet.splitlines() if line.startswith(".drawing"))
+        variables = "; ".join(f"--{name}: {value}" for name, value in _LIGHT.items())
+        ground = f'<rect width="{_number(self.width)}" height="{_number(self.height)}" rx="6" fill="#fff"/>'
+        title, end = "</title>", f"</title>\n<style>\n.drawing {{ {variables} }}\n{rules}\n</style>\n{ground}"
+        return str(self).replace(title, end, 1) + "\n"

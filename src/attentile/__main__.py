@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="time shapes: ms, GFLOP/s, %% of the FMA peak, GB/s, speed-up over NumPy")
     bench.add_argument("--shape", type=_shape, action="append", default=[], metavar="B,Hq,Hkv,L,S,D", help="repeatable")
     bench.add_argument("--dtype", choices=("float32", "float64"), default="float32", help="default: float32")
-    bench.add_argument("--causal", action="store_true", help="a query sees the keys up to its own; needs L = S")
+    bench.add_argument("--causal", action="store_true", help="a query sees keys up to its own position; needs L = S")
     bench.add_argument("--threads", type=int, help="default: as show_config() says")
     bench.add_argument("--seconds", type=float, default=0.5, help="per shape and candidate (default 0.5)")
     bench.add_argument("--json", metavar="FILE", help="also write numbers and configuration; - for standard output")

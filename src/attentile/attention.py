@@ -1,6 +1,6 @@
-"""attention(): the call that goes beyond the textbook, and attention_partial(), which leaves its rows unfinished.
+"""attention(), and attention_partial(), whose rows can be continued with more keys.
 
-The core's own check takes the values of most calls as they are; the others are converted or explained by scores.py.
+The compiled check takes most calls as they are; scores.py converts the others, or says what is wrong with them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class AllOptions(Options, total=False):
     return_weights: bool
 
 
-# Every option with its default, for those who take them on: explain(), KVCache, MultiHeadAttention.
+# Every option with its default, for callers that pass them on: explain(), KVCache, MultiHeadAttention.
 OPTIONS: dict[str, Any] = {**SCORE_OPTIONS, "return_lse": False, "return_weights": False, "out": None}
 _PARTIAL_OPTIONS = {name: default for name, default in SCORE_OPTIONS.items() if name != "sinks"}
 
@@ -72,7 +72,7 @@ def attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Unpack[AllOpt
 
 
 def attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -> Array | AttentionResult:
-    """Exact scaled dot-product attention, softmax(scale * q k^T + bias, over the allowed keys) v, in one fused pass.
+    """Exact scaled dot-product attention, softmax(scale * q k^T + bias) v over the allowed keys, in one fused pass.
 
     Parameters
     ----------
@@ -83,9 +83,9 @@ def attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -> Array
     v : array_like, shape (..., Hkv, S, Dv)
         Values; Dv may differ from D.
     mask : array_like of bool, optional
-        True = may attend. Broadcasts to (..., Hq, L, S). With the options below, a key must be allowed by all of them.
+        True = may attend. Broadcasts to (..., Hq, L, S). With the options below, all of them must allow a key.
     bias : array_like of float, optional
-        Added to the scores; broadcasts to (..., Hq, L, S). -inf excludes the key, no finite value does.
+        Added to the scores; broadcasts to (..., Hq, L, S). -inf excludes a key; a finite value, however low, does not.
     causal : bool or {"upper_left", "lower_right"}
         A query sees the keys up to its own position. True: query i stands at position i and L must equal S, or
         at q_start + i. For L != S name the alignment ("lower_right" counts from the last valid key)::
@@ -96,7 +96,7 @@ def attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -> Array
              1 1 1 0 0         1 1 1 1 1
 
     q_start : int or array_like of int (one per batch item), optional
-        Position of query 0, for causal=True, window and alibi_slopes: chunked prefill and decoding.
+        Position of query 0, for causal=True, window and alibi_slopes, as in chunked prefill and decoding.
     window : (left, right), optional
         A query sees ``left`` keys before and ``right`` keys after its own position, both inclusive; None = unlimited.
         Without a causal form a query's position is its row if L = S, else q_start must be given::
@@ -108,54 +108,58 @@ def attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -> Array
              0 0 1 1           0 0 1 1
 
     key_lengths : int or array_like of int (one per batch item), optional
-        Valid keys of each item; keys at and after it are excluded and never read.
+        Number of valid keys of each item; the keys behind them are padding, excluded and never read.
     prefix_lengths : int or array_like of int (one per batch item), optional
-        The first keys of a causal mask that every query sees (prefix language model).
+        With a causal form: how many of the first keys every query sees (prefix language model).
     segments : array_like of int, shape (..., S), or a pair (..., L), (..., S), optional
         Packed sequences: a query sees the keys with its id. `segment_ids` makes ids from lengths.
     scale : float, optional
-        Default 1 / sqrt(D). Its product with log2(e) must be finite in the arithmetic's dtype.
+        Factor of the scores, default 1 / sqrt(D). Times log2(e) it must be finite in the arithmetic's dtype.
     softcap : float, optional
         Positive: scores become softcap * tanh(score / softcap), before bias and masks.
     sinks : array_like of float, shape (Hq,), optional
-        A logit per query head that takes its share of the softmax and has no value; lse leaves it out.
+        One logit per query head whose exponential is added to the softmax's denominator: a key without a value. lse
+        leaves it out.
     alibi_slopes : array_like of float, shape (Hq,), optional
-        slope * abs(query position - key position) is subtracted from the scores (`alibi_slopes` gives the usual ones).
+        slope * abs(query position - key position) is subtracted from the scores; the function of this name gives the
+        published slopes.
     score_mod : callable, optional
-        For experiments, in NumPy and ten times slower: scores = score_mod(scores, b, h, i, j) after every other change
-        and before the masks, on tiles of a head's scores. b counts the batch items, i (rows, 1) and j (1, S) are the
-        query and key indices. A score of -inf excludes the key.
+        For experiments; runs in NumPy, about ten times slower. Called as scores = score_mod(scores, b, h, i, j) on
+        tiles of a head's scores, after every other change and before the masks; b is the item, h the query head,
+        i (rows, 1) and j (1, S) the query and key indices. A score of -inf excludes the key.
     before : Partial, optional
-        Rows that have seen other keys already (`attention_partial`); positions, key_lengths and so on count these keys.
+        Rows that have seen other keys already (`attention_partial`). Positions, key_lengths and so on are relative to
+        the keys of this call.
     return_lse : bool
         Also return the natural logarithm of the sum of exp of the scores, shape (..., Hq, L).
     return_weights : bool
         Also return the softmax weights, shape (..., Hq, L, S).
     out : ndarray, shape (..., Hq, L, Dv), optional
-        Written and returned; any strides. It may overlap an input, but not itself.
+        Where the result is written; also returned. Any strides; it may overlap an input, but not itself.
     num_threads : int, optional
-        Threads of this call; default `get_num_threads()`. It never changes a bit of the result.
+        Threads of this call; default `get_num_threads()`. The result is the same, bit for bit, for any number.
 
     Returns
     -------
     ndarray, shape (..., Hq, L, Dv), or AttentionResult(out, lse, weights)
-        dtype: that of q, k and v by NumPy's promotion; float16 and bfloat16 are computed in float32 and rounded once,
-        integers and bool become float64. mask, bias and scale never change it. lse is float32, for float64 float64.
+        The dtype is that of q, k and v by NumPy's promotion; float16 and bfloat16 are computed in float32 and rounded
+        once, integers and bool become float64. mask, bias and scale never change it. lse is float64 where the
+        arithmetic is, else float32.
 
     Raises
     ------
     TypeError
-        A mask that is not bool, a bias that is not floating, an unsupported dtype, a masked array, a window that is no
-        pair.
+        A mask that is not bool, a bias that is not floating, an unsupported dtype, a masked array, a window that is not
+        a pair.
     ValueError
-        Shapes that do not fit, D = 0, ambiguous positions of queries, an `out` that is read-only, overlaps itself or
-        has another shape or dtype. Every check runs before any work.
+        Shapes that do not fit, D = 0, ambiguous query positions, an `out` that is read-only, overlaps itself or has
+        another shape or dtype. Every check runs before any work.
 
     Notes
     -----
-    A row without any allowed key gives out 0, weights 0 and lse -inf. Excluded keys, values and bias entries may hold
-    NaN or Inf: they are never used. The bits of a row depend on its query and on the keys it may see, and on nothing
-    else (batch, L, padding, threads). Formula: Vaswani et al., "Attention Is All You Need", 2017, section 3.2.1.
+    A row without any allowed key gives output 0, weights 0 and lse -inf. Excluded keys, values and bias entries are
+    never used: they may hold NaN or Inf. The bits of a row depend on its query and on the keys it may see, not on
+    batch, L, padding or threads. Formula: Vaswani et al., "Attention Is All You Need", 2017, section 3.2.1.
 
     Examples
     --------
@@ -183,15 +187,15 @@ def attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -> Array
 
 
 def attention_partial(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -> Partial:
-    """The rows of `attention` over some of their keys, unfinished: to go on with more keys, or to be merged.
+    """Unfinished rows of `attention` over some of their keys, to be continued with more keys or to be merged.
 
     Parameters
     ----------
     q, k, v, mask, bias, scale, softcap, alibi_slopes, score_mod, before, num_threads
-        As in `attention`. There are no sinks: give them to the call that finishes the rows.
+        As in `attention`. There is no ``sinks``: pass it to the call that finishes the rows.
     causal, q_start, window, key_lengths, prefix_lengths, segments
-        As in `attention`, for these keys: q_start, the position of query 0 less that of the first key given here, may
-        be negative.
+        As in `attention`, relative to the keys of this call: q_start is the position of query 0 minus that of this
+        call's first key, and may be negative.
 
     Returns
     -------
@@ -228,7 +232,7 @@ def attention_partial(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) 
 
 
 def _name_options(function: Any, options: dict[str, Any]) -> None:
-    """Puts the options into help() and signature() by name; the call itself hands them on as they come."""
+    """Names the options in help() and signature(), while the call itself passes them on as they come."""
     given, types = inspect.signature(function), AllOptions.__annotations__
     arrays = [p for p in given.parameters.values() if p.kind is not p.VAR_KEYWORD]
     named = [

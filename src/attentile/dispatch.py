@@ -8,8 +8,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from .core import twin
-from .outputs import Outputs
-from .partial import Partial
+from .outputs import Outputs, Totals
 from .runtime import backend
 from .scores import Scores
 
@@ -32,8 +31,8 @@ def attend(scores: Scores, v: Array, outputs: Outputs, threads: int, on: ModuleT
         (on or chosen(scores)).attend(scores, v, outputs, threads)
 
 
-def stats(scores: Scores, v: Array, partial: Partial, found: Any, threads: int, on: ModuleType) -> None:
-    """Fills the statistics that are wanted, on the backend whose first pass has left this partial."""
+def stats(scores: Scores, v: Array, totals: Totals, found: Any, threads: int, on: ModuleType) -> None:
+    """Fills the statistics that are wanted, on the backend whose first pass has left these totals."""
     if not scores.empty:
         v = scores.without_values(v) if v.shape[-1] == 0 else v
-        on.stats(scores, v, partial.m, partial.l, found, threads)
+        on.stats(scores, v, totals, found, threads)

@@ -62,6 +62,13 @@ def why_indirect(given: Array, scores: Scores, v: Array) -> str:
     return ""
 
 
+class Totals(NamedTuple):
+    """What the statistics of the weights need of each row, without sinks: arrays of shape (..., Hq, L)."""
+
+    m: Array  # as of a Partial
+    total: Array  # its l, summed once more in float64
+
+
 class Outputs:
     """The arrays that a backend writes, in the dtype of the arithmetic and with the caller's axes; None: not wanted."""
 
@@ -83,6 +90,7 @@ class Outputs:
         self.lse = np.empty(rows, dtype) if wanted.get("return_lse") else None
         self.weights = np.zeros(scores.shape, dtype) if wanted.get("return_weights") else None
         self.partial = self._of_no_keys() if partial else None
+        self.totals: Totals | None = None  # for statistics, which set it
 
     def _of_no_keys(self) -> Partial:
         nothing = np.zeros(self.shape[:-1], self._scores.compute)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,15 +48,15 @@ def promoted(function: str, *arrays: Array) -> tuple[np.dtype[Any], np.dtype[Any
     return compute, compute if dtype.kind in "iub" else dtype.newbyteorder("=")
 
 
-def rounded(array: Array, dtype: np.dtype[Any], overflow: Literal["ignore"] | None = None) -> Array:
-    """The array in this dtype, rounded once; itself if it has it. Small numbers become subnormal or 0 without a word.
+def rounded(array: Array, dtype: np.dtype[Any]) -> Array:
+    """The array in this dtype, rounded once; itself if it has it.
 
-    That is what rounding to a dtype means, whatever np.seterr() says about the program around; only a finite number
-    that becomes Inf is NumPy's to report, unless `overflow` is to be ignored.
+    Small numbers become subnormal or 0 and large ones Inf silently: that is what rounding to a dtype means, whatever
+    np.seterr() says about the program around, and what the compiled core does.
     """
     if array.dtype == dtype:
         return array
-    with np.errstate(over=overflow, under="ignore", invalid="ignore"):
+    with np.errstate(all="ignore"):
         if array.dtype == np.float64 and dtype.name == "bfloat16":
             # Casts go through float32, so that comes first, rounded to odd: a last bit that is set wherever something
             # was lost keeps the second rounding from seeing a tie.

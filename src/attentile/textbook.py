@@ -216,9 +216,10 @@ def multi_head_attention(
 
 def _project(x: Array, layer: dict[str, Array], part: str) -> Array:
     weight, bias = rounded(layer["W_" + part], x.dtype), layer.get("b_" + part)
-    # The call of dot costs half as much as that of @ and gives the same bits, but for one row.
-    projected: Array = x.dot(weight) if x.ndim == 2 and len(x) > 1 else x @ weight
-    return projected if bias is None else projected + rounded(bias, x.dtype)
+    with np.errstate(all="ignore"):  # as in the core, where no setting of NumPy counts
+        # The call of dot costs half as much as that of @ and gives the same bits, but for one row.
+        projected: Array = x.dot(weight) if x.ndim == 2 and len(x) > 1 else x @ weight
+        return projected if bias is None else projected + rounded(bias, x.dtype)
 
 
 def _attend_heads(function: str, q: Array, k: Array, v: Array, mask: ArrayLike | None, out: Array) -> None:

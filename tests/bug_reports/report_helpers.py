@@ -25,10 +25,6 @@ from attentile import AttentionResult, attention
 Array = NDArray[Any]
 
 
-def normal(*shape: int, dtype: Any = np.float32, seed: int = 0) -> Array:
-    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
-
-
 def qkv(
     shape: tuple[int, ...], *, kv_heads: int | None = None, keys: int | None = None, value_width: int | None = None,
     dtype: Any = np.float32, seed: int = 0,

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from cache_helpers import page_counts
+from helpers import normal
 from numpy.testing import assert_allclose, assert_array_equal
-from report_helpers import assert_same_row, normal, qkv
+from report_helpers import assert_same_row, qkv
 
 from attentile import KVCache, alibi_slopes, attention, merge_attention, rotary_embedding, use_backend
 from attentile.cache.pages import PageTable

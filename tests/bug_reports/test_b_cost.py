@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import available_isas
+from helpers import normal
 from numpy.testing import assert_allclose, assert_array_equal
-from report_helpers import Array, normal, output_of, qkv
+from report_helpers import Array, output_of, qkv
 
 import attentile
 from attentile import attention, explain

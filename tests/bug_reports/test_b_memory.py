@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import normal
 from numpy.testing import assert_array_equal
-from report_helpers import Array, assert_same_row, check, normal, qkv
+from report_helpers import Array, assert_same_row, check, qkv
 
 from attentile import attention, rotary_embedding
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers import normal
 from numpy.testing import assert_allclose, assert_array_equal
 from oracle import oracle, tolerance
-from report_helpers import Array, assert_same_row, check, normal, qkv
+from report_helpers import Array, assert_same_row, check, qkv
 
 from attentile import attention
 

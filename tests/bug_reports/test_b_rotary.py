@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import normal
 from numpy.testing import assert_allclose, assert_array_equal
-from report_helpers import Array, assert_same_row, normal, output_of
+from report_helpers import Array, assert_same_row, output_of
 from rotary_oracle import exact_error, multiplied, plain, rotated
 
 from attentile import attention, rotary_embedding

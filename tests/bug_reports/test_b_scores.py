@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import normal
 from numpy.testing import assert_allclose, assert_array_equal
 from oracle import allowed_keys, oracle, tolerance
-from report_helpers import Array, assert_same_row, normal, qkv
+from report_helpers import Array, assert_same_row, qkv
 
 from attentile import AttentionResult, alibi_slopes, attention
 

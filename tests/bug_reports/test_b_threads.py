@@ -273,7 +273,7 @@ def resident_bytes() -> int:
 
 
 @needs_proc
-def test_b68_memory_does_not_grow(impl):
+def test_b68_memory_does_not_grow(either):
     q, k, v = qkv((1, 2, 5, 8))
     mask = np.tri(5, dtype=bool)
     check(q, k, v, mask=mask)

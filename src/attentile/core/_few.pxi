@@ -18,6 +18,7 @@ cdef struct Part:                               # what one chunk gives
     char *top                                   # [pitch] maximum of the scores
     char *sum                                   # [pitch] sum of the weights
     char *values                                # [row][few_pitch]
+    double *total                               # [row] sum with more digits, if wanted
 
 
 cdef void score_few(const Job *job, Block *block, Shared *shared, const char *k, const char *v,
@@ -52,6 +53,7 @@ cdef inline Part own_part(Shared *shared) noexcept nogil:
     part.top = shared.top
     part.sum = shared.sum
     part.values = shared.values
+    part.total = shared.total
     return part
 
 
@@ -63,7 +65,8 @@ cdef inline Part part_at(const Job *job, Py_ssize_t head, Py_ssize_t c, char **v
     visited[0] = p
     part.top = p + AT_ALIGN
     part.sum = part.top + reals
-    part.values = part.sum + reals
+    part.total = <double *> (part.sum + reals)
+    part.values = part.sum + reals + aligned(largest_pitch(job) * <Py_ssize_t> sizeof(double))
     return part
 
 
@@ -76,6 +79,8 @@ cdef void weigh_few(const Job *job, Block *block, Shared *shared, Part part, con
     v += run.start * job.v.row
     for r in range(block.n_rows):
         set_real(part.top + r * item, item, tiles.few_softmax(s + r * AT_CHUNK * item, n, careful))
+        if job.total.data != NULL:
+            part.total[r] = tiles.few_total(s + r * AT_CHUNK * item, n)
     if careful:
         tiles.few_values_marked(part.values, part.sum, s, block.n_rows, v, job.v.row, job.value_width, n)
     else:
@@ -86,6 +91,9 @@ cdef void weigh_few(const Job *job, Block *block, Shared *shared, Part part, con
 cdef void merge_part(const Job *job, Block *block, Shared *shared, Part part) noexcept nogil:
     cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, r, row = job.few_pitch * item
     job.tiles.few_merge(part.top, part.sum, block.m, block.l, shared.alpha, shared.beta, block.vectors)
+    for r in range(block.n_rows if job.total.data != NULL else 0):
+        block.total[r] = (real_at(shared.alpha + r * item, item) * block.total[r]
+                          + real_at(shared.beta + r * item, item) * part.total[r])
     if block.first:
         memcpy(block.ot, part.values, block.n_rows * row)
     else:

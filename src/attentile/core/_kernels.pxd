@@ -20,6 +20,14 @@ cdef extern from "kernels/kernels.h" nogil:
         const char *data
         Py_ssize_t stride, n_rows, offset, bytes
 
+    ctypedef struct at_top:
+        void *values
+        Py_ssize_t *keys
+        Py_ssize_t n, k, room
+        double limit
+
+    Py_ssize_t AT_TOP_SCRATCH(Py_ssize_t room)
+
     ctypedef struct at_tiles:
         size_t itemsize
         int lanes
@@ -66,10 +74,14 @@ cdef extern from "kernels/kernels.h" nogil:
                           int vectors) noexcept nogil
         void (*few_blend)(void *o, const void *chunk, Py_ssize_t n, double alpha, double beta) noexcept nogil
         void (*few_store)(char *row, const void *o, Py_ssize_t width, double factor) noexcept nogil
-        void (*measure)(void *st, Py_ssize_t keys, const void *m, const void *log_l, const void *inverse, void *entropy,
-                        void *largest, void *received, int vectors) noexcept nogil
-        void (*keep_top)(const void *row, Py_ssize_t n, Py_ssize_t first_key, Py_ssize_t k, void *values,
-                         Py_ssize_t *keys) noexcept nogil
+        void (*add_totals)(double *totals, const void *st, Py_ssize_t keys, const void *alpha, const void *beta,
+                           int vectors) noexcept nogil
+        double (*few_total)(const void *s, Py_ssize_t keys) noexcept nogil
+        void (*measure)(void *st, Py_ssize_t keys, const void *m, const void *inverse, double *rest, double *moment,
+                        int vectors) noexcept nogil
+        void (*add_rows)(double *sum, const char **rows, Py_ssize_t n_rows, Py_ssize_t keys) noexcept nogil
+        void (*keep_top)(at_top *top, const void *row, Py_ssize_t n, Py_ssize_t first_key, void *scratch) noexcept nogil
+        void (*store_top)(at_top *top, void *values, Py_ssize_t *keys, void *scratch) noexcept nogil
         double (*fma_peak)(Py_ssize_t rounds) noexcept nogil
         double (*read)(const void *data, Py_ssize_t n) noexcept nogil
 

@@ -217,6 +217,8 @@ cdef void weigh(const Job *job, Block *block, Shared *shared, const char *v, Py_
     cdef Py_ssize_t item = <Py_ssize_t> tiles.itemsize, r
     cdef char *st = shared.st + start * block.pitch * item
     tiles.softmax[block.vectors - 1](st, stop - start, shared.top, block.m, block.l, shared.alpha, shared.beta, careful)
+    if job.total.data != NULL:
+        tiles.add_totals(block.total, st, stop - start, shared.alpha, shared.beta, block.vectors)
     v += start * job.v.row
     if careful:
         tiles.values_marked(block.ot, st, v, job.v.row, job.value_width, stop - start, shared.alpha, shared.beta,
@@ -280,7 +282,10 @@ cdef void close_rows(const Job *job, Block *block, Shared *shared) noexcept nogi
     for r in range(block.n_rows):
         if job.after.m.data != NULL:
             set_real(block.after.m[r], item, real_at(block.m + r * item, item))
+        if job.after.l.data != NULL:
             set_real(block.after.l[r], item, real_at(block.l + r * item, item))
+        if job.total.data != NULL:
+            (<double *> block.total_rows[r])[0] = block.total[r]
         # l = 0: no key, or allowed ones that all score -inf; the softmax of the latter is NaN, not 0.
         if real_at(block.l + r * item, item) == 0 and sees_any_key(job, block, r):
             set_real(block.l + r * item, item, NAN)

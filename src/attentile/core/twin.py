@@ -182,29 +182,41 @@ def attend(scores: Any, v: Array, outputs: Any, threads: int) -> None:
         _write(outputs, at, found, weights, allowed, None if scores.sinks is None else scores.sinks[h])
 
 
-def stats(scores: Any, v: Array, m: Array, l: Array, found: Any, threads: int) -> None:  # noqa: E741
-    """Statistics of the weights. The tile has whole rows, so m and l of the first pass are not needed."""
+def stats(scores: Any, v: Array, totals: Any, found: Any, threads: int) -> None:
+    """Statistics of the weights. The tile has whole rows, so the totals of the first pass are not needed."""
     tiles = _Tiles(scores)
     for b, item, h, rows in tiles:
         tile, allowed = tiles.tile(b, item, h, rows)
-        none = np.empty((scores.keys, 0), tile.dtype)
-        state, weights = _weigh(tile, allowed, none, None)
-        total = _final_total(state, allowed, None if scores.sinks is None else scores.sinks[h])
+        p, entropy = _weights_and_entropy(tile, allowed, None if scores.sinks is None else scores.sinks[h])
         at = () if scores.drop else (*item, h)
-        with np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore"):
-            p = np.where(allowed, weights / total, 0)
-            if found.entropy is not None:  # -log p of two terms that are not negative: neither cancels the other
-                surprise = np.log(total) - (tile - state.top)
-                found.entropy[(*at, rows)] = np.where(p == 0, 0, p * surprise).sum(axis=-1)
+        if found.entropy is not None:
+            found.entropy[(*at, rows)] = entropy
         if found.largest is not None:
             found.largest[(*at, rows)] = p.max(axis=-1)
         if found.received is not None:
-            found.received[at] += p.sum(axis=0)
+            found.received[at] += p.sum(axis=0, dtype=np.float64)
         if found.top_keys is not None:
             _keep_top(p, found.top_weights[(*at, rows)], found.top_keys[(*at, rows)])
         if found.rows is not None:
             place = found.chosen[rows]
             found.rows[(*at, place[place >= 0])] = p[place >= 0]
+
+
+def _weights_and_entropy(scores: Array, allowed: Array, sink: Any) -> tuple[Array, Array]:
+    """(weights (rows, S), entropies (rows,)), by the formula of core/_stats.pxi and with sums in float64."""
+    with np.errstate(all="ignore"):
+        m = scores.max(axis=-1, keepdims=True, where=allowed, initial=-np.inf)
+        x = np.where(allowed, scores - np.where(np.isneginf(m), 0, m), -np.inf)
+        e = np.exp(x)
+        most = np.count_nonzero(x == 0, axis=-1, keepdims=True)
+        rest = np.where(x == 0, 0, e).sum(axis=-1, keepdims=True, dtype=np.float64)
+        moment = (e * np.maximum(x, np.finfo(x.dtype).min)).sum(axis=-1, keepdims=True, dtype=np.float64)
+        beyond = np.zeros_like(rest) if sink is None else np.exp(sink - m.astype(np.float64))
+        no_key = ~allowed.any(axis=-1, keepdims=True)
+        total = np.where(most + rest == 0, np.nan, most + rest)  # allowed keys that all score -inf
+        p = np.where(allowed, e / (total + beyond), 0).astype(x.dtype)
+        entropy = (total * np.log1p(most - 1 + rest + beyond) - moment) / (total + beyond)
+        return p, np.where(no_key | np.isposinf(beyond), 0, entropy).astype(x.dtype)[:, 0]
 
 
 def explain(scores: Any, v: Array, out: Array | None, with_weights: bool, threads: int) -> dict[str, int]:

@@ -67,11 +67,10 @@ def width_per_head(name: str, size: int, axis: str, heads: int) -> int:
 def times(x: Array, weight: Array, bias: Array | None, dtype: np.dtype[Any]) -> Array:
     """x (..., d) @ weight (d, n) + bias in dtype, a fresh array.
 
-    One product of two matrices whatever the batch axes are: NumPy would make one product per batch item. As in
-    attention(), settings of np.errstate around the call change nothing.
+    One product of two matrices whatever the batch axes are: NumPy would make one product per batch item.
     """
-    with np.errstate(all="ignore"):
-        flat = rounded(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), dtype)
+    flat = rounded(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), dtype)
+    with np.errstate(all="ignore"):  # as in the core, where no setting of NumPy counts
         product: Array = flat @ rounded(weight, dtype)
         if bias is not None:
             product += rounded(bias, dtype)

@@ -177,7 +177,7 @@ def _add_masks(scores: Array, mask: Array | None, reach: int, places: dict[str, 
     scores[..., reach:] = -np.inf
     within = scores[..., :reach]
     if mask is not None and mask.dtype != np.bool_:
-        with np.errstate(invalid="ignore", over="ignore"):
+        with np.errstate(all="ignore"):
             within += mask.astype(scores.dtype, copy=False)
         mask = mask != -np.inf
     if mask is not None:
@@ -300,8 +300,8 @@ def attention(
         scores = _scores(q, k, scale, softcap if qk_matmul_output_mode != _RAW else 0)
         if qk_matmul_output_mode == _BIASED:
             _add_masks(scores, mask, reach, places)
-        scores = rounded(scores, dtype, overflow="ignore")
-    return AttentionOutputs(rounded(Y, dtype, overflow="ignore"), *present, scores)
+        scores = rounded(scores, dtype)
+    return AttentionOutputs(rounded(Y, dtype), *present, scores)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Biases that depend on the distance of key and query: ALiBi's slopes, and tables as strided views."""
+"""Biases that depend on the distance between key and query: ALiBi's slopes, and tables as strided views."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Array = NDArray[Any]
 def alibi_slopes(n_heads: int) -> Array:
     """Slopes of ALiBi for `attention(alibi_slopes=...)`.
 
-    For n a power of two: 2^(-8 / n), 2^(-16 / n), ..., 2^-8. Else the slopes of the largest power of two below,
-    followed by every second one of the next power of two. Rule: Press, Smith, Lewis, "Train Short, Test Long", 2022,
+    For n a power of two: 2^(-8 / n), 2^(-16 / n), ..., 2^-8. Otherwise the slopes of the largest power of two below n,
+    followed by every second slope of the next power of two. Rule: Press, Smith, Lewis, "Train Short, Test Long", 2022,
     and the authors' code for other head counts.
 
     Parameters
@@ -47,20 +47,20 @@ def alibi_slopes(n_heads: int) -> Array:
     return np.concatenate([whole, between])
 
 
-_FAR = 2**60  # a position is clipped to it, so that sums cannot wrap; tables end long before
+_FAR = 2**60  # positions are clipped to it, so that sums cannot overflow; tables end long before
 
 
 def _distances(function: str, queries: Any, keys: Any, q_start: Any) -> tuple[int, int, Array]:
-    """(L, S, every key - query distance, ascending): that of the last query to key 0 comes first."""
+    """(L, S, every distance key - query in ascending order, from that of the last query and key 0 on)."""
     rows = integer(function, "queries", queries, 0, otherwise="0 or a positive integer")
     columns = integer(function, "keys", keys, 0, otherwise="0 or a positive integer")
     first = max(-_FAR, min(integer(function, "q_start", q_start), _FAR))
-    before = max(rows, 1) - 1  # no query has the distances of one, which `_along_diagonals` needs
+    before = max(rows, 1) - 1  # without queries, the distances of one query: `_along_diagonals` needs them
     return rows, columns, np.arange(before + columns) - (first + before)
 
 
 def _table(function: str, table: Any, axes: str) -> Array:
-    """The table in float32 or float64: what attention() computes in, so that it need not convert (L, S) numbers."""
+    """The table in float32 or float64, in which attention() computes, so that it need not convert (L, S) numbers."""
     array = as_floating(function, "table", table, "it must be floating (.astype(np.float32) makes one)")
     if array.ndim != 2:
         raise ValueError(f"{function}: table has shape {array.shape}; it must have two axes, {axes}")
@@ -75,10 +75,10 @@ def _along_diagonals(vectors: Array, queries: int, keys: int) -> Array:
 
 
 def relative_bias(table: ArrayLike, queries: int, keys: int, *, q_start: int = 0) -> Array:
-    """Bias that depends on the distance of key and query only, for `attention(bias=...)`, in O(H (L + S)) memory.
+    """Bias by the distance between key and query, for `attention(bias=...)`, in O(H (L + S)) memory.
 
     Query i stands at position q_start + i, key j at j; entry [h, i, j] is
-    ``table[h, clip(j - (q_start + i), -m, m) + m]``, with m the largest distance that the table knows. Formula: Shaw,
+    ``table[h, clip(j - (q_start + i), -m, m) + m]``, where m is the largest distance in the table. Formula: Shaw,
     Uszkoreit, Vaswani, "Self-Attention with Relative Position Representations", 2018, section 3.2, with one number per
     head and distance as in Raffel et al., 2020, section 2.1.
 
@@ -86,7 +86,7 @@ def relative_bias(table: ArrayLike, queries: int, keys: int, *, q_start: int = 0
     ----------
     table : array_like of float, shape (H, 2 m + 1)
         One row per query head: column 0 is for keys m or more before the query, column m for its own position, column
-        2 m for keys m or more after it. Use the dtype of q: another one makes attention() convert (H, L, S) numbers.
+        2 m for keys m or more after it. Use the dtype of q, so that attention() need not convert (H, L, S) numbers.
     queries, keys : int
         L and S; may be 0.
     q_start : int, optional
@@ -95,14 +95,14 @@ def relative_bias(table: ArrayLike, queries: int, keys: int, *, q_start: int = 0
     Returns
     -------
     ndarray, shape (H, L, S)
-        Read-only strided view of one vector of L + S - 1 numbers per head; float64 for a float64 table, else float32.
+        Read-only strided view of L + S - 1 numbers per head; float64 for a float64 table, else float32.
 
     Raises
     ------
     TypeError
         If table is not floating, or queries, keys or q_start not an integer.
     ValueError
-        If table has not two axes or an even number of columns, or queries or keys is negative.
+        If table does not have two axes and an odd number of columns, or queries or keys is negative.
 
     Examples
     --------
@@ -126,12 +126,12 @@ def relative_bias(table: ArrayLike, queries: int, keys: int, *, q_start: int = 0
 
 @lru_cache(maxsize=64)
 def _bucket_starts(buckets: int, max_distance: int) -> Array:
-    """Smallest distance of each of the buckets 1, 2, ...: exact ones, then logarithmic ones.
+    """Smallest distance of each of the buckets 1, 2, ...: first those of one distance, then the logarithmic ones.
 
     The rule's bucket e + floor(log(n / e) / log(m / e) * (b - e)), e = b // 2, reaches e + t where
-    n^(b - e) >= m^t e^(b - e - t): compared in integers, so that no rounding of a logarithm moves a boundary.
+    n^(b - e) >= m^t e^(b - e - t): compared as integers, so that no boundary is moved by the rounding of a logarithm.
     """
-    from bisect import bisect_left  # here, because most programs that import attentile never come by
+    from bisect import bisect_left  # here, because most programs that import attentile never need it
 
     exact = buckets // 2
     share = buckets - exact
@@ -167,9 +167,10 @@ def t5_buckets(
 ) -> NDArray[np.intp]:
     """Bucket of each key - query distance in T5's relative-position bias.
 
-    Half of the buckets of a direction hold one distance each, the others ranges that grow as a logarithm up to
-    max_distance; the last one holds everything beyond. Rule: Raffel et al., "Exploring the Limits of Transfer Learning
-    with a Unified Text-to-Text Transformer", 2020, section 2.1, and the authors' code; boundaries without rounding.
+    Half of the buckets of a direction hold one distance each; the others hold ranges whose bounds grow exponentially
+    up to max_distance, and the last one holds everything beyond. Rule: Raffel et al., "Exploring the Limits of Transfer
+    Learning with a Unified Text-to-Text Transformer", 2020, section 2.1, and the authors' code; the boundaries are
+    computed exactly.
 
     Parameters
     ----------
@@ -179,7 +180,7 @@ def t5_buckets(
         True (encoder): the second half of the buckets is for keys after the query. False (decoder): those all fall into
         bucket 0.
     num_buckets, max_distance : int, optional
-        Buckets of both directions together; the distance from which on the last one is used at the latest.
+        Buckets of both directions together; the distance from which on the last bucket is certainly used.
 
     Returns
     -------
@@ -203,7 +204,7 @@ def t5_buckets(
     if array.dtype.kind not in "iu" and array.size:
         raise TypeError(f"t5_buckets: distances has dtype {array.dtype}; it must be integers (key - query)")
     if array.dtype.kind == "u":
-        array = np.minimum(array.astype(np.uint64), np.uint64(_FAR))  # must not wrap to negative ones
+        array = np.minimum(array.astype(np.uint64), np.uint64(_FAR))  # must not wrap to negative numbers
     return _buckets("t5_buckets", array.astype(np.intp), num_buckets, max_distance, bidirectional)
 
 
@@ -212,13 +213,13 @@ def t5_bias(
 ) -> Array:
     """T5's relative-position bias for `attention(bias=...)`, in O(H (L + S)) memory.
 
-    Entry [h, i, j] is ``table[bucket, h]`` with the bucket that `t5_buckets` gives to the distance j - (q_start + i).
+    Entry [h, i, j] is ``table[bucket, h]``, where `t5_buckets` gives the bucket of the distance j - (q_start + i).
     T5 does not scale its scores: call attention with scale=1.0.
 
     Parameters
     ----------
     table : array_like of float, shape (num_buckets, H)
-        As checkpoints hold it (relative_attention_bias.weight). Use the dtype of q, see `relative_bias`.
+        As checkpoints store it (relative_attention_bias.weight). Use the dtype of q, see `relative_bias`.
     queries, keys, q_start : int
         As in `relative_bias`.
     bidirectional, max_distance : optional
@@ -234,7 +235,7 @@ def t5_bias(
     TypeError
         If table is not floating, or a number not an integer.
     ValueError
-        If table has not two axes or too few rows, max_distance is too small, or queries or keys is negative.
+        If table does not have two axes or has too few rows, max_distance is too small, or queries or keys is negative.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Rotations that KVCache and MultiHeadAttention keep: their options, and rows of batch items of different lengths."""
+"""Rotary options that KVCache and MultiHeadAttention keep, and the rotation of items of different lengths."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROTARY_OPTIONS = tuple(name for name in rotary_embedding.__kwdefaults__ or () if
 
 
 def kept_options(owner: str, rotary: Any, tables: bool = True) -> dict[str, Any] | None:
-    """A copy of the options that a cache or a layer is given; tables: of their arrays too."""
+    """A copy of the options given to a cache or a layer, with copies of their arrays if tables is true."""
     if rotary is None:
         return None
     if not isinstance(rotary, Mapping):
@@ -32,8 +32,8 @@ def kept_options(owner: str, rotary: Any, tables: bool = True) -> dict[str, Any]
 
 
 def copied_options(options: Mapping[str, Any], tables: bool = False) -> dict[str, Any]:
-    """A copy that shares nothing with the original, but for cos and sin without `tables`: they may be large, so they
-    become views that cannot be written to. Read-only views of dicts, which deepcopy refuses, become dicts."""
+    """A deep copy; without `tables`, cos and sin, which may be large, become read-only views instead. Read-only views
+    of dicts, which deepcopy refuses, become dicts."""
 
     def one(value: Any) -> Any:
         if isinstance(value, np.ndarray) and not tables:
@@ -46,18 +46,18 @@ def copied_options(options: Mapping[str, Any], tables: bool = False) -> dict[str
 
 
 def row_positions(starts: Array, counts: Array | int, rows: int) -> Array:
-    """Positions (items, rows) of counts[b] tokens from starts[b] on. Padding behind them takes no later position, for
-    which tables may have no row, and which would change frequencies that depend on the length."""
+    """Positions (items, rows) of counts[b] tokens from starts[b] on. The padding behind them repeats the last position:
+    for a later one tables may have no row, and it would change frequencies that depend on the length."""
     last = np.maximum(starts + counts - 1, 0)
     return np.minimum(starts[:, None] + np.arange(rows), last[:, None])
 
 
 def query_positions(starts: Array, rows: int, lengths: Array, options: Mapping[str, Any], *, placed: bool) -> Array:
-    """Positions (items, rows) of queries from starts[b] on, over lengths[b] tokens; placed: the caller has given them.
+    """Positions (items, rows) of queries from starts[b] on, over lengths[b] tokens; placed: the caller gave starts.
 
-    Tables, and frequencies that depend on the length, know an end: for them the rows behind the last token of an item
-    that has rows before it are padding. Where no row is a token of its item, as when a chunk attends to the cache
-    before it is appended, the rows stand ahead and are no padding.
+    For tables, and for frequencies that depend on the length, rows behind the last token of their item are padding and
+    repeat its position. The exception is an item all of whose rows lie behind its last token, as when a chunk attends
+    to the cache before it is appended: these rows are tokens to come.
     """
     tables = options.get("cos") is not None
     position: Array = starts[:, None] + np.arange(rows)
@@ -74,10 +74,10 @@ def query_positions(starts: Array, rows: int, lengths: Array, options: Mapping[s
 def rotate_items(
     x: Array, positions: Any, options: Mapping[str, Any], out: Array | None = None, lengths: Array | None = None
 ) -> Array:
-    """rotary_embedding with the options of a cache or a layer, where no batch item may change the result of another.
+    """rotary_embedding with the options of a cache or a layer, so that no item changes the result of another.
 
-    Frequencies that depend on the length are those of each item's own positions, or of its entry in lengths if that is
-    larger. Items that have the same ones share a call, and without such frequencies there is one call.
+    Frequencies that depend on the length follow each item's own positions, or its entry in lengths if that is larger.
+    Items with the same frequencies share a call; without such frequencies one call rotates all.
     """
     scaling = options.get("scaling")
     if scaling is None or np.ndim(positions) < 2 or not x.size or not depends_on_length(scaling):
@@ -88,22 +88,22 @@ def rotate_items(
     reached = at.max(axis=1) + 1
     wanted = reached if lengths is None else np.maximum(reached, lengths)
     counted = np.array([counted_length(rules, length) for length in wanted.tolist()])
-    turned = np.empty_like(items)
+    rotated = np.empty_like(items)
     for kind in np.unique(counted):
         group = np.flatnonzero(counted == kind)
         part, places = items[group], at[group]
-        if (reached[group] < wanted[group]).any():  # one more row, at the end of the item, makes the call that long
+        if (reached[group] < wanted[group]).any():  # one more row, at the end of the item, gives the call its length
             part = np.concatenate([part, part[:, :, -1:]], axis=2)
             places = np.concatenate([places, wanted[group, None] - 1], axis=1)
-        turned[group] = rotary_embedding(part, places, **options)[:, :, : x.shape[-2]]
+        rotated[group] = rotary_embedding(part, places, **options)[:, :, : x.shape[-2]]
     if out is None:
-        return turned.reshape(x.shape)
-    out[...] = turned.reshape(x.shape)
+        return rotated.reshape(x.shape)
+    out[...] = rotated.reshape(x.shape)
     return out
 
 
 def same_rotation(one: Mapping[str, Any], other: Mapping[str, Any], width: int) -> bool:
-    """Whether both turn rows of this width alike, by their options with defaults filled in."""
+    """Whether both rotate rows of this width alike, by their options with defaults filled in."""
     *plain, cos, sin = settled_options(one, width)
     *others, cos_too, sin_too = settled_options(other, width)
     pairs = ((cos, cos_too), (sin, sin_too))

@@ -215,7 +215,7 @@ def _rotate_half(x: Array, out: Array, run: Callable[..., None], turn: Turn, pla
             if at is not None:
                 at = np.ascontiguousarray(at[slice(0, 1) if len(at) == 1 else cut[0], cut[2]])
             run(chunk, chunk, turn, at, places.first + start, threads)
-            out[cut] = rounded(chunk, out.dtype, overflow="ignore")
+            out[cut] = rounded(chunk, out.dtype)
 
 
 def _rotate(x: Array, out: Array, compute: np.dtype[Any], turn: Turn, places: Places) -> None:

@@ -13,7 +13,7 @@ try:
 except ImportError:
     from importlib.util import find_spec
 
-    # A core that was built and cannot be loaded is an error: falling back would be a silent slow path.
+    # A core that was built but cannot be loaded is an error: to fall back would silently be slow.
     if find_spec("attentile.core._core") is not None and os.environ.get("ATTENTILE_BACKEND") != "numpy":
         raise
 else:
@@ -44,7 +44,7 @@ def _activate(name: str, isa: str | None, why: str) -> None:
 
 
 class _Restoring(AbstractContextManager[None]):
-    """Returned by use_backend: the change holds from the call on; as a context manager it ends with the block."""
+    """What use_backend returns: the change holds from the call on, and in a with statement until the block ends."""
 
     def __init__(self) -> None:
         self._before = active, why_active, why_isa, compiled.get_isa() if compiled is not None else None
@@ -64,13 +64,13 @@ def use_backend(name: str, isa: str | None = None) -> AbstractContextManager[Non
     name : {"compiled", "numpy"}
         The backend.
     isa : str, optional
-        Instruction set of the compiled kernels ("avx512", "avx2", "neon", "generic"); default: no change. Those that
-        can run here are ``show_config(as_dict=True)["isas_here"]``.
+        Instruction set of the compiled kernels ("avx512", "avx2", "neon", "generic"); default: no change.
+        ``show_config(as_dict=True)["isas_here"]`` lists those that can run here.
 
     Returns
     -------
     context manager
-        The choice holds for the whole process from the call on, in a ``with`` statement until the block ends.
+        The choice holds for the whole process, from the call on, or until the block ends in a ``with`` statement.
 
     Raises
     ------
@@ -91,7 +91,7 @@ def use_backend(name: str, isa: str | None = None) -> AbstractContextManager[Non
 
 
 def _read_environment() -> None:
-    """What is forced and not there is an error, never a silent other choice."""
+    """A choice that cannot be met is an error; nothing else is chosen silently."""
     name, isa = os.environ.get("ATTENTILE_BACKEND"), os.environ.get("ATTENTILE_ISA")
     for variable, wanted in ("ATTENTILE_BACKEND", None), ("ATTENTILE_ISA", isa):
         try:

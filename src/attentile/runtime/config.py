@@ -1,4 +1,4 @@
-"""What runs and why, told to the user."""
+"""show_config(): what runs and why."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def show_config(as_dict: bool) -> dict[str, Any] | None: ...
 
 
 def show_config(as_dict: bool = False) -> dict[str, Any] | None:
-    """Print what runs and why: version, backend, instruction set, threads and where their number came from, build.
+    """Print what runs and why: version, backend, instruction set, number of threads and its source, build.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ def show_config(as_dict: bool = False) -> dict[str, Any] | None:
     -------
     dict or None
         With as_dict: version, backend, backend_why, isa, isa_why, isas_here (those that can run here), isas_built,
-        threads, threads_why, pool_workers (threads that were started so far), compiler, machine, python, numpy.
+        threads, threads_why, pool_workers (threads started so far), compiler, machine, python, numpy.
 
     Examples
     --------

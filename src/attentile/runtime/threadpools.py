@@ -1,4 +1,4 @@
-"""threadpoolctl finds the pool of the core and limits it like those of BLAS and OpenMP, where it is installed."""
+"""Lets threadpoolctl, where it is installed, find the core's thread pool and limit it like those of BLAS and OpenMP."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def introduce() -> None:
         user_api = "attentile"
         internal_api = "attentile"
         filename_prefixes = ("_core.",)
-        check_symbols = ("at_pool_workers",)  # as a library called "_core" may be another's
+        check_symbols = ("at_pool_workers",)  # other packages have a library called "_core" too
 
         def get_num_threads(self) -> int:
             return threads.process_threads()[0]
 
         def set_num_threads(self, num_threads: int) -> None:
-            # Putting back the number that was found as the default ends the setting.
+            # threadpoolctl restores the number it found: if that was the default, the setting ends.
             threads.set_num_threads(None if num_threads == threads.default_threads()[0] else num_threads)
 
         def get_version(self) -> str:

@@ -1,4 +1,4 @@
-"""How many threads a call uses, and why. Nothing here changes a setting of another library."""
+"""How many threads a call uses, and why. No setting of another library is changed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..arguments import positive_index
 
 _MAX_THREADS = 256
 
-# Where the two versions of control groups are mounted.
+# Where version 2 and version 1 of control groups are mounted.
 _CGROUP_V2 = ("sys/fs/cgroup", "sys/fs/cgroup/unified")
 _CGROUP_V1 = ("sys/fs/cgroup/cpu", "sys/fs/cgroup/cpu,cpuacct", "sys/fs/cgroup/cpuacct,cpu")
 
@@ -28,7 +28,7 @@ _default: tuple[int, str] | None = None
 def _cgroup_quota(root: str = "/") -> float | None:
     """CPUs that the control groups of this process and their parents allow, None if unlimited or unknown.
 
-    root: where /proc and /sys are looked for. Whatever stands in these files, nothing is raised.
+    root is where /proc and /sys are looked for. Nothing is raised, whatever these files hold.
     """
     limits = []
     for line in _text_of(root, "proc/self/cgroup").splitlines():
@@ -43,7 +43,7 @@ def _cgroup_quota(root: str = "/") -> float | None:
 
 
 def _text_of(*path: str) -> str:
-    """The text of a file that may be missing, unreadable, or name groups in bytes that are no UTF-8."""
+    """The text of a file that may be missing, unreadable, or hold bytes that are not UTF-8; "" if it cannot be read."""
     try:
         with open(os.path.join(*path), encoding="utf-8", errors="surrogateescape") as file:
             return file.read()
@@ -57,7 +57,7 @@ def _quota_of(group: str) -> list[float]:
     text = _text_of(group, "cpu.max") or " ".join(_text_of(group, name) for name in files_of_version_1)
     try:
         quota, period = map(int, text.split())
-    except ValueError:  # no such file, "max", or nothing that makes sense
+    except ValueError:  # no such file, "max", or nonsense
         return []
     return [quota / period] if 0 < quota < 2**63 and 0 < period < 2**63 else []
 
@@ -72,13 +72,13 @@ def _from_environment() -> tuple[int, str] | None:
             count = _MAX_THREADS
         if count > 0:
             return min(count, _MAX_THREADS), name
-        if given.strip() and name.startswith("ATTENTILE"):  # nonsense for OpenMP is OpenMP's matter
+        if given.strip() and name.startswith("ATTENTILE"):  # a bad OMP_NUM_THREADS is for OpenMP to report
             raise ValueError(f"{name} is {given!r}; it must be a positive integer")
     return None
 
 
 try:
-    _from_environment()  # what is forced and makes no sense is an error, never a silent other choice
+    _from_environment()  # a value that makes no sense is an error; it is not silently ignored
 except ValueError as _error:
     raise ImportError(f"attentile: ATTENTILE_NUM_THREADS can't be met: {_error}") from None
 
@@ -86,10 +86,10 @@ except ValueError as _error:
 def default_threads() -> tuple[int, str]:
     """(threads, where the number came from) without any setting; found once."""
     global _default
-    found = _default or _from_environment()  # read once: another thread may reset it in between
+    found = _default or _from_environment()  # one reading of _default: another thread may reset it meanwhile
     if found is None:
         cpus, source = os.cpu_count() or 1, "CPUs this process may use"
-        if hasattr(os, "sched_getaffinity"):  # either thread, the calling or the first one, may be on a CPU of its own
+        if hasattr(os, "sched_getaffinity"):  # the calling thread or the first one may be pinned to one CPU
             cpus = len(os.sched_getaffinity(0) | os.sched_getaffinity(os.getpid()))
         quota = _cgroup_quota()
         if quota is not None and math.ceil(quota) < cpus:
@@ -103,19 +103,19 @@ def default_threads() -> tuple[int, str]:
 
 
 def process_threads() -> tuple[int, str]:
-    """(threads, where the number came from) outside of every num_threads() block."""
+    """(threads, where the number came from) outside any num_threads() block."""
     n = _process_threads
     return default_threads() if n is None else (n, "set_num_threads()")
 
 
 def threads_and_source() -> tuple[int, str]:
-    """(threads, where the number came from) of a call without num_threads=, here."""
+    """(threads, where the number came from) of a call made here without num_threads=."""
     in_block = _block_threads.get()
     return process_threads() if in_block is None else (in_block, "num_threads() block")
 
 
 def threads_for(call: int | None, function: str) -> int:
-    """Threads of one call: its own argument, else the first of the settings that is there."""
+    """Threads of one call: its own argument if given, else the setting that applies here."""
     return get_num_threads() if call is None else _count(function, "num_threads", call)
 
 
@@ -126,14 +126,14 @@ def _count(function: str, name: str, n: int) -> int:
 def get_num_threads() -> int:
     """Number of threads that a call without ``num_threads=`` may use here.
 
-    The first that is there counts: a `num_threads` block, `set_num_threads`, ATTENTILE_NUM_THREADS, OMP_NUM_THREADS,
-    the CPUs this process may use (its affinity, on Linux) capped by its cgroup quota. Small calls use fewer threads.
-    Where threadpoolctl is installed, its ``threadpool_limits`` calls `set_num_threads`, as for other libraries.
+    The first of these that is set: a `num_threads` block, `set_num_threads`, ATTENTILE_NUM_THREADS, OMP_NUM_THREADS;
+    otherwise the CPUs this process may use (its affinity, on Linux), capped by its cgroup quota. Small calls use fewer
+    threads. ``threadpool_limits`` of threadpoolctl, where that is installed, calls `set_num_threads`.
 
     Returns
     -------
     int
-        At least 1, at most 256. `show_config` tells where it came from.
+        At least 1, at most 256. `show_config` says where the number came from.
 
     Examples
     --------
@@ -150,8 +150,8 @@ def set_num_threads(n: int | None) -> None:
     Parameters
     ----------
     n : int or None
-        At least 1; more than 256 count as 256. None goes back to the default of `get_num_threads`, for which
-        environment, affinity and quota are read anew.
+        At least 1; above 256 it counts as 256. None restores the default of `get_num_threads`, for which environment,
+        affinity and quota are read again.
 
     Raises
     ------
@@ -174,13 +174,13 @@ def set_num_threads(n: int | None) -> None:
 
 @contextmanager
 def num_threads(n: int) -> Iterator[None]:
-    """Context manager: calls in the block use n threads, in this Python thread or asyncio task only.
+    """Context manager: calls in the block use n threads. It affects this Python thread or asyncio task only.
 
     Parameters
     ----------
     n : int
-        As in `set_num_threads`. The argument ``num_threads=`` of a call still goes first. Threads that are started in
-        the block are others, unless Python hands them its context (``sys.flags.thread_inherit_context``, the default of
+        As in `set_num_threads`. The argument ``num_threads=`` of a call takes precedence. Threads started in the block
+        are not affected, unless Python gives them its context (``sys.flags.thread_inherit_context``, the default of
         free-threaded builds).
 
     Returns
