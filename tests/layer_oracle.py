@@ -68,7 +68,7 @@ def make(
     return Weights(*matrices, *biases, heads, kv_heads)
 
 
-def turned(x: Array, positions: Array, base: float = 10000.0, interleaved: bool = False) -> Array:
+def rotated(x: Array, positions: Array, base: float = 10000.0, interleaved: bool = False) -> Array:
     """Rotary by complex numbers: pair i of row p times exp(1j * p * base**(-2i / D)); x (rows, D)."""
     width = x.shape[-1]
     factor = np.exp(1j * np.outer(positions, base ** (-np.arange(0, width, 2) / width)))
@@ -96,7 +96,7 @@ def oracle(
         q_h, k_h = q[:, head * width :][:, :width], k[:, kv_head * width :][:, :width]
         if rotary is not None:
             places = np.arange(len(x)) if positions is None else positions
-            q_h, k_h = turned(q_h, places, **rotary), turned(k_h, places, **rotary)
+            q_h, k_h = rotated(q_h, places, **rotary), rotated(k_h, places, **rotary)
         scores = q_h @ k_h.T * (width**-0.5 if scale is None else scale)
         if allowed is not None:
             scores = np.where(allowed, scores, -np.inf)

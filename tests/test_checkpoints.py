@@ -6,27 +6,22 @@ Every test runs on the NumPy twin and on the compiled core (fixture `either`).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from checkpoint_cases import CASES, checkpoint, place_of
 from layer_oracle import (
     CLOSE64,
     SHAPES,
-    Weights,
-    bert,
     fused,
     gguf,
-    gpt2,
-    grouped,
     linear,
     make,
-    neox,
     normal,
     oracle,
-    torch_fused,
     torch_separate,
 )
 from numpy.testing import assert_allclose, assert_array_equal
@@ -40,92 +35,9 @@ pytestmark = pytest.mark.usefixtures("either")
 Array = NDArray[Any]
 
 
-@dataclass(frozen=True)
-class Case:
-    """How a checkpoint of a convention looks, and what from_arrays must be told."""
-
-    arrays: Callable[[Weights], dict[str, Array]]
-    options: dict[str, Any] = field(default_factory=dict)
-    biases: str = "qkvo"  # those that the convention has, if it has any
-    scale: float | None = None  # that of the result
-
-
-def four(place: str, names: str, **rest: Any) -> Case:
-    return Case(lambda w: linear(w, place, names), **rest)
-
-
-def two(place: str, names: str, **rest: Any) -> Case:
-    return Case(lambda w: fused(w, place, names), **rest)
-
-
-SIDE = {"layout": "side_by_side"}
-# By the name of the convention.
-CASES = {
-    "nn.MultiheadAttention": Case(torch_fused),
-    "nn.MultiheadAttention with kdim or vdim": Case(torch_separate),
-    "Llama, Mistral, Qwen2": four("model.layers.3.self_attn.", "q_proj k_proj v_proj o_proj"),
-    "Llama's own files": four("layers.3.attention.", "wq wk wv wo"),
-    "OPT, CLIP, Whisper": four("layers.0.self_attn.", "q_proj k_proj v_proj out_proj"),
-    "GPT-Neo": four("transformer.h.0.attn.attention.", "q_proj k_proj v_proj out_proj", biases="o", scale=1.0),
-    "a bias of out_proj alone": four("h.0.attn.", "q_proj k_proj v_proj out_proj", biases="o", options={"scale": 0.3},
-                                     scale=0.3),
-    "Phi": four("model.layers.0.self_attn.", "q_proj k_proj v_proj dense"),
-    "ModernBERT decoder": four("layers.0.attn.", "q_proj k_proj v_proj Wo"),
-    "Janus, InternVL": four("encoder.layers.0.self_attn.", "q_proj k_proj v_proj projection_layer"),
-    "ProphetNet": four("decoder.layers.0.self_attn.", "query_proj key_proj value_proj out_proj"),
-    "DistilBERT, XLM": four("transformer.layer.0.attention.", "q_lin k_lin v_lin out_lin"),
-    "CTRL": four("h.0.multi_head_attention.", "Wq Wk Wv dense"),
-    "Moshi": four("layers.0.self_attn.", "q_proj.linear k_proj.linear v_proj.linear o_proj.linear"),
-    "Phi-3": two("model.layers.3.self_attn.", "qkv_proj o_proj"),
-    "Baichuan": two("model.layers.3.self_attn.", "W_pack o_proj"),
-    "ModernBERT": two("layers.0.attn.", "Wqkv Wo"),
-    "MPT, DBRX, Nomic BERT": two("transformer.blocks.0.attn.", "Wqkv out_proj"),
-    "Bark": two("layers.0.attn.", "att_proj out_proj"),
-    "CodeGen": Case(lambda w: grouped(w, "transformer.h.0.attn.", "qkv_proj out_proj", 4, "qvk")),
-    "qkv_proj in other places than CodeGen's": two("layers.0.attn.", "qkv_proj out_proj", options=SIDE),
-    "InternLM2, gpt-fast": two("layers.0.attention.", "wqkv wo", options=SIDE),
-    "BERT": Case(bert),
-    "ViT": four(
-        "vit.encoder.layer.0.attention.", "attention.query attention.key attention.value output.dense"
-    ),
-    "LXMERT": four("encoder.x_layers.0.visual_attention.", "att.query att.key att.value output.dense"),
-    "BigBird-Pegasus": four("encoder.layers.0.self_attn.", "self.query self.key self.value output"),
-    "ALBERT": four("albert_layers.0.attention.", "query key value dense"),
-    "Grounding DINO": four("decoder.layers.0.self_attn.", "query key value out_proj"),
-    "Pix2Struct, Kosmos-2.5": four("layers.0.attention.", "query key value output", options={"scale": 1.0}, scale=1.0),
-    "GPT-2": Case(gpt2),
-    "GPT-BigCode, StarCoder, nanoGPT, Qwen": two("transformer.h.0.attn.", "c_attn c_proj", options=SIDE),
-    "GPT-NeoX, BLOOM, Falcon": Case(neox),
-    "Persimmon, ChatGLM, Sarvam": two("model.layers.0.self_attn.", "query_key_value dense", options=SIDE),
-    "T5": four("encoder.block.0.layer.0.SelfAttention.", "q k v o", biases="", scale=1.0),
-    "MPNet": four("encoder.layer.0.attention.attn.", "q k v o"),
-    "q, k, v, o with some biases": four("h.0.attention.", "q k v o", biases="qo", options={"scale": 0.3}, scale=0.3),
-    "Qwen2.5-Omni's vision": four("blocks.0.attn.", "q k v proj"),
-    "ViT of timm": two("blocks.0.attn.", "qkv proj"),
-    "BLIP": two("encoder.layers.0.self_attn.", "qkv projection"),
-    "TimeSformer": two("encoder.layer.0.attention.", "attention.qkv output.dense"),
-    "GGUF": Case(gguf),
-    "GGUF, fused": two("blk.7.", "attn_qkv attn_output"),
-}  # fmt: skip
-
-
 @pytest.fixture(params=CONVENTIONS, ids=lambda row: row.models)
 def convention(request: pytest.FixtureRequest) -> Convention:
     return request.param
-
-
-def checkpoint(row: Convention, **shape: Any) -> tuple[Weights, dict[str, Array], dict[str, Any]]:
-    """Weights, the arrays that a checkpoint of them has, arguments of from_arrays."""
-    case, w = CASES[row.models], make(**shape)
-    if case.biases == "o" or "with some" in row.models:
-        w = make(**{**shape, "bias": True})
-    if w.b_q is not None:
-        w = replace(w, **{f"b_{p}": None for p in "qkvo" if p not in case.biases})
-    return w, case.arrays(w), {"num_heads": w.heads, "num_kv_heads": w.kv_heads, **case.options}
-
-
-def place_of(row: Convention, arrays: dict[str, Array]) -> str:
-    return next(name for name in arrays if name.endswith(row.weights[0]))[: -len(row.weights[0])]
 
 
 def test_every_convention_has_a_case():
@@ -366,67 +278,6 @@ def test_biases_of_queries_and_values_alone():
         assert_allclose(MultiHeadAttention.from_arrays(arrays, num_heads=4)(x), oracle(w, x), **CLOSE64)
 
 
-# ---- names with more than one reading ----
-
-
-ASKS = [row for row in CONVENTIONS if row.asks]
-
-
-@pytest.mark.parametrize("row", ASKS, ids=lambda row: row.models)
-def test_what_no_array_tells_is_asked_for(row):
-    _, arrays, options = checkpoint(row)
-    (argument,) = row.asks
-    del options[argument]
-    with pytest.raises(ValueError, match=rf"more than one reading, .* give {argument}= ('|1)"):
-        MultiHeadAttention.from_arrays(arrays, **options)
-
-
-@pytest.mark.parametrize("row", [row for row in ASKS if "layout" in row.asks], ids=lambda row: row.models)
-def test_layouts_of_one_key_head_are_one(row):
-    w, arrays, options = checkpoint(row, kv_heads=1)
-    x = normal(5, 12)
-    if "codegen" not in row.asks["layout"]:
-        del options["layout"]
-    assert_allclose(MultiHeadAttention.from_arrays(arrays, **options)(x), oracle(w, x), **CLOSE64)
-
-
-def test_a_layout_that_is_asked_for_is_used():
-    w, x = make(kv_heads=2), normal(5, 12)
-    arrays = grouped(w, "model.layers.0.self_attn.", "query_key_value dense", 2, "qkv")
-    layer = MultiHeadAttention.from_arrays(arrays, num_heads=4, num_kv_heads=2, layout="per_head")
-    assert_allclose(layer(x), oracle(w, x), **CLOSE64)
-
-
-def test_gpt_neo_is_not_scaled():
-    """Its names, and a bias of the output alone; EXAONE 3 has the names without that bias, and GPT-J another place."""
-    w, x = replace(make(), b_q=None, b_k=None, b_v=None), normal(5, 12)
-    for place, of, scale in (
-        ("transformer.h.0.attn.attention.", w, 1.0),
-        ("transformer.h.0.attn.attention.", replace(w, b_o=None), None),
-        ("transformer.h.0.attn.", replace(w, b_o=None), None),
-    ):
-        layer = MultiHeadAttention.from_arrays(linear(of, place, "q_proj k_proj v_proj out_proj"), num_heads=4)
-        assert_allclose(layer(x), oracle(of, x, scale=scale), **CLOSE64)
-        assert layer.scale == scale
-
-
-def test_scale_of_the_caller_comes_first():
-    arrays = linear(replace(make(), b_q=None, b_k=None, b_v=None, b_o=None), "SelfAttention.", "q k v o")
-    assert MultiHeadAttention.from_arrays(arrays, num_heads=4).scale == 1.0
-    assert MultiHeadAttention.from_arrays(arrays, num_heads=4, scale=0.25).scale == 0.25
-
-
-def test_c_attn_is_a_linear_layer_if_its_shape_is():
-    w, x = make(width=3), normal(5, 12)
-    for shape in (dict(), dict(kv_heads=1)):
-        w = make(width=3, **shape)
-        for transposed in (False, True):
-            arrays = fused(w, "h.0.attn.", "c_attn c_proj", transposed)
-            options = {"layout": "side_by_side"} if transposed else {}
-            layer = MultiHeadAttention.from_arrays(arrays, num_heads=4, num_kv_heads=w.kv_heads, **options)
-            assert_allclose(layer(x), oracle(w, x), **CLOSE64)
-
-
 def test_two_kinds_of_names_in_one_place_are_ambiguous():
     arrays = {**linear(make(), "a.", "q_proj k_proj v_proj o_proj"), **fused(make(), "a.", "qkv_proj o_proj")}
     with pytest.raises(ValueError, match=r"2 attention layers .* a\.q_proj\.weight \(Llama.*a\.qkv_proj\.weight \(Phi"):
@@ -463,21 +314,3 @@ def test_scales_of_a_quantised_file_are_told_apart_from_unknown_arrays():
     arrays |= {f"attn.{p}_proj.weight_scale": np.ones(8) for p in "qkvo"}
     with pytest.raises(TypeError, match="dequantise the weights"):
         MultiHeadAttention.from_arrays(arrays, "attn", num_heads=2)
-
-
-def test_llamas_own_files_have_interleaved_pairs():
-    """The transformers library reorders the rows of wq and wk, so that the pairs lie in halves."""
-    w, x = make(kv_heads=2), normal(5, 12)
-
-    def halves(matrix: Array) -> Array:
-        return matrix.reshape(12, -1, 3, 2).swapaxes(2, 3).reshape(matrix.shape)
-
-    w = replace(w, b_q=None, b_k=None, b_v=None, b_o=None)
-    reordered = replace(w, q=halves(w.q), k=halves(w.k))
-    for of, names, rotary in (
-        (w, "wq wk wv wo", {"interleaved": True}),
-        (reordered, "q_proj k_proj v_proj o_proj", {}),
-    ):
-        arrays = linear(of, "layers.0.attention.", names)
-        layer = MultiHeadAttention.from_arrays(arrays, num_heads=4, num_kv_heads=2, rotary=rotary)
-        assert_allclose(layer(x), oracle(w, x, rotary={"interleaved": True}), **CLOSE64)

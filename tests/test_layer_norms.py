@@ -1,6 +1,6 @@
 """Norms of queries and keys in MultiHeadAttention, and what a layer has by default: scale and sinks.
 
-Every test runs on each implementation (fixture `impl`).
+Every test runs on the NumPy twin and on the compiled core (fixture `either`).
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from layer_oracle import CLOSE32, CLOSE64, Weights, make, normal, oracle, turned
+from layer_oracle import CLOSE32, CLOSE64, Weights, make, normal, oracle, rotated
 from numpy.testing import assert_allclose, assert_array_equal
 from numpy.typing import NDArray
 
 from attentile import KVCache, MultiHeadAttention
 
-pytestmark = pytest.mark.usefixtures("impl")
+pytestmark = pytest.mark.usefixtures("either")
 
 Array = NDArray[Any]
 
@@ -67,7 +67,7 @@ def expected(w: Weights, x: Array, kind: str, given: dict[str, Array], late: boo
         if not late:
             value = normalised(value, part, kind, given)
         if rotary is not None:
-            each = [turned(value[:, 6 * h : 6 * h + 6], np.arange(len(value)), **rotary) for h in range(HEADS[part])]
+            each = [rotated(value[:, 6 * h : 6 * h + 6], np.arange(len(value)), **rotary) for h in range(HEADS[part])]
             value = np.concatenate(each, axis=1)
         parts[part] = normalised(value, part, kind, given) if late else value
     return oracle(w, x, source, projected=(parts["q"], parts["k"]), **options)
@@ -186,7 +186,7 @@ ROW = np.ones(6)
         (ValueError, "give q_norm and k_norm, and biases of both or neither", dict(norm=NORM, q_norm=ROW)),
         (ValueError, r"k_norm has shape \(5,\); it must be \(6,\) or \(2, 6\) for .* or \(12,\) for",
          dict(norm=NORM, q_norm=ROW, k_norm=ROW[:5])),
-        (ValueError, r"b_q_norm is for norm\['kind'\] 'layer', beside q_norm",
+        (ValueError, r"b_q_norm is for norm\['kind'\] 'layer', and goes with q_norm",
          dict(norm=NORM, q_norm=ROW, k_norm=ROW, b_q_norm=ROW, b_k_norm=ROW)),
         (ValueError, "q_norm and b_q_norm have different shapes",
          dict(norm={**NORM, "kind": "layer"}, q_norm=ROW, k_norm=ROW, b_q_norm=np.ones(24), b_k_norm=ROW)),

@@ -13,7 +13,14 @@ from ..arguments import as_array, between, check_out, check_scale, positive_inde
 from ..attention import OPTIONS, attention
 from ..cache import KVCache
 from ..outputs import AttentionResult
-from ..positions.items import copied_options, kept_options, rotate_items, row_positions, same_rotation
+from ..positions.items import (
+    copied_options,
+    kept_options,
+    rotate_items,
+    row_positions,
+    same_rotation,
+    unpadded_positions,
+)
 from ..positions.rotary import rotary_embedding
 from ..storage import promoted, rounded
 from .norms import Norms
@@ -33,7 +40,7 @@ class _Plan(NamedTuple):
     compute: np.dtype[Any]  # dtype of the arithmetic
     dtype: np.dtype[Any]  # dtype of the result
     lead: tuple[int, ...]  # batch axes of the result
-    drop: int  # 1 if x was given without the batch axis that a cache needs
+    added: int  # axes in front: 1 if x was given without the batch axis that a cache needs
 
 
 class MultiHeadAttention:
@@ -276,7 +283,7 @@ class MultiHeadAttention:
         cache : KVCache, optional
             The keys and values of x are appended to it, and its default mask holds: a row sees all before it and
             itself. x is then (batch, L, d_in), or (L, d_in) for a cache of one item. A cache with a `rotary` of its own
-            turns queries and keys itself; the layer's must be the same or None.
+            rotates queries and keys itself; the layer's must be the same or None.
         lengths : array_like of int, shape (batch,), optional
             With a cache: the valid rows of x in each item, left-aligned. Output rows behind them mean nothing.
         out : ndarray, shape (..., L, d_out), optional
@@ -313,7 +320,7 @@ class MultiHeadAttention:
             raise ValueError(f"{NAME}: lengths go with a cache; without one give key_lengths")
         plan = self._plan(rows, source, cache is not None and rows.ndim == 2)
         if out is not None:
-            check_out(NAME, out, (*plan.lead, *plan.x.shape[-2:-1], self.d_out)[plan.drop :], plan.dtype)
+            check_out(NAME, out, (*plan.lead, *plan.x.shape[-2:-1], self.d_out)[plan.added :], plan.dtype)
         for name, value in self._defaults.items():
             if options.get(name) is None:
                 options[name] = value
@@ -324,9 +331,9 @@ class MultiHeadAttention:
             )
         if self._rotary is not None:
             q, k = self._rotated("q", q, positions), self._rotated("k", k, positions)
-        if q.shape[-2] != 1:  # the heads of a row side by side, as w_o takes them; a single row lies so anyway
-            beside = np.empty((*plan.lead, q.shape[-2], self.num_heads, self.value_dim), plan.compute)
-            options["out"] = beside.swapaxes(-2, -3)
+        if q.shape[-2] != 1:  # the heads of a row side by side, as w_o takes them; of a single row they are so anyway
+            joined = np.empty((*plan.lead, q.shape[-2], self.num_heads, self.value_dim), plan.compute)
+            options["out"] = joined.swapaxes(-2, -3)
         return self._finish(attention(q, k, v, **options), plan, out)
 
     def keys_values(self, context: ArrayLike) -> tuple[Array, Array]:
@@ -403,9 +410,9 @@ class MultiHeadAttention:
                 f"{NAME}: the cache turns keys at its own positions; for other positions make it with rotary=None"
             )
 
-    def _plan(self, x: Array, context: tuple[Array, ...], drop: bool) -> _Plan:
+    def _plan(self, x: Array, context: tuple[Array, ...], add: bool) -> _Plan:
         """Dtypes and batch axes."""
-        x = x[None] if drop else x
+        x = x[None] if add else x
         own = 3 if len(context) == 2 else 2  # axes that are not batch axes
         try:
             lead = np.broadcast_shapes(x.shape[:-2], *(array.shape[:-own] for array in context))
@@ -413,7 +420,7 @@ class MultiHeadAttention:
             shapes = " and ".join(str(array.shape) for array in (x, *context))
             raise ValueError(f"{NAME}: the batch axes of x and context do not broadcast ({shapes})") from None
         compute, dtype = promoted(NAME, x, *context, self._like)
-        return _Plan(x, context, compute, dtype, lead, int(drop))
+        return _Plan(x, context, compute, dtype, lead, int(add))
 
     def _heads(self, plan: _Plan) -> list[Array]:
         """Queries (..., num_heads, L, head_dim), keys and values (..., num_kv_heads, S, width)."""
@@ -444,7 +451,7 @@ class MultiHeadAttention:
             counts = between(NAME, "lengths", lengths, np.full(before.shape, rows, np.intp), "the rows of x")
         if self._rotary is not None and cache.held.rotary is None:
             if positions is not None:
-                positions = positions if lengths is None else _unpadded(positions, counts, rows)
+                positions = positions if lengths is None else unpadded_positions(positions, counts, rows)
             elif lengths is None and (before.size == 1 or (before == before[:1]).all()):
                 positions = int(before[0]) if before.size else None  # an int is the quickest form
             else:
@@ -459,10 +466,10 @@ class MultiHeadAttention:
 
     def _finish(self, result: Array | AttentionResult, plan: _Plan, out: Array | None) -> Array | AttentionResult:
         """Concatenates the heads, projects by w_o, and gives everything the caller's dtype and axes."""
-        beside = (result.out if isinstance(result, AttentionResult) else result).swapaxes(-2, -3)
-        beside = beside.reshape(*beside.shape[:-2], self.num_heads * self.value_dim)
-        index = (0,) * plan.drop
-        projected = rounded(times(beside, self._w_o, self._b_o, plan.compute)[index], plan.dtype)
+        joined = (result.out if isinstance(result, AttentionResult) else result).swapaxes(-2, -3)
+        joined = joined.reshape(*joined.shape[:-2], self.num_heads * self.value_dim)
+        index = (0,) * plan.added
+        projected = rounded(times(joined, self._w_o, self._b_o, plan.compute)[index], plan.dtype)
         if out is None:
             out = projected
         else:
@@ -488,16 +495,3 @@ def _sinks(value: Any, heads: int) -> Array | None:
     if array.shape != (heads,):
         raise ValueError(f"{NAME}: sinks has shape {array.shape}; it must be ({heads},), one per query head")
     return array
-
-
-def _unpadded(positions: Any, counts: Array, rows: int) -> Any:
-    """Given positions with those of padding replaced by the last one before it, or by 0 if there is none."""
-    at = np.asarray(positions)
-    fits = at.shape[-1:] in ((), (rows,)) and at.shape[:-1] in ((), (1,), (len(counts),))
-    if at.dtype.kind not in "iu" or not fits or at.size == 0 or (at.ndim == 0 and abs(int(at)) >= 2**62):
-        return positions  # for rotary_embedding to refuse
-    if at.ndim == 0:
-        at = int(at) + np.arange(rows)
-    row = np.minimum(np.arange(rows), counts[:, None] - 1)
-    found = np.take_along_axis(np.broadcast_to(at, row.shape), np.maximum(row, 0), axis=1)
-    return np.where(row < 0, 0, found)

@@ -87,7 +87,7 @@ class _Norm:
                 array = array.reshape(heads, 1, width)
             self.arrays[role] = array
         if "b" in self.arrays and (self._kind != "layer" or "w" not in self.arrays):
-            raise ValueError(f"{NAME}: b_{name} is for norm['kind'] 'layer', beside {name}")
+            raise ValueError(f"{NAME}: b_{name} is for norm['kind'] 'layer', and goes with {name}")
         if len(self.arrays) == 2 and self.arrays["w"].shape != self.arrays["b"].shape:
             raise ValueError(f"{NAME}: {name} and b_{name} have different shapes")
 

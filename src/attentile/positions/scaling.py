@@ -43,7 +43,7 @@ _TRAINED, _REACHED = "original_max_position_embeddings", "max_position_embedding
 
 
 class Frequencies(NamedTuple):
-    """What turns the pairs: quarter turns per position as high + low, and a factor of sines and cosines."""
+    """What rotates the pairs: quarter turns per position as high + low, and a factor of sines and cosines."""
 
     high: Array
     low: Array
