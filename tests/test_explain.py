@@ -77,7 +77,7 @@ def test_chunks_and_pairs_against_brute_force(impl, name):
     assert found.useful_flops == 2 * pairs * (8 + 8)
     if impl == "reference":
         assert found.path == "NumPy"
-        assert found.executed_flops == 2 * (2 * 4 * 300 * 700) * 16
+        assert found.useful_flops <= found.executed_flops <= 2 * (2 * 4 * 300 * 700) * 16
         return
     assert found.block_rows == VECTORS * LANES[impl][0]
     assert (found.chunks, found.chunks_visited) == (chunks, visited)

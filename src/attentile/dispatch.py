@@ -22,7 +22,7 @@ def chosen(scores: Scores) -> ModuleType:
 
 def attend(scores: Scores, v: Array, outputs: Outputs, threads: int, on: ModuleType | None = None) -> None:
     """Fills the outputs that are wanted. v: (..., Hkv, S, Dv), ready for the arithmetic. on: default, chosen()."""
-    if not scores.empty and v.shape[-1] == 0 and outputs.beside:
+    if not scores.empty and v.shape[-1] == 0 and outputs.has_more:
         v = scores.without_values(v)
         outputs = outputs.without_values()
     if scores.empty or v.shape[-1] == 0:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
-_NATIVE = ({np.dtype(np.float64)}, {np.dtype(np.float32)})
+_NATIVE = {np.dtype(np.float64), np.dtype(np.float32)}
 
 
 def is_floating(dtype: np.dtype[Any]) -> bool:
@@ -33,9 +33,9 @@ def _computed_in(dtype: np.dtype[Any], function: str) -> np.dtype[Any]:
 
 def promoted(function: str, *arrays: Array) -> tuple[np.dtype[Any], np.dtype[Any]]:
     """(dtype of the arithmetic, dtype of the result) for arrays that are used together."""
-    given = {array.dtype for array in arrays}
-    if given in _NATIVE:  # most calls; in a small one the rules below take longer than a product
-        dtype = np.dtype(arrays[0].dtype.type)
+    given = [array.dtype for array in arrays]
+    if given[0] in _NATIVE and given.count(given[0]) == len(given):  # most calls; the rules below take longer
+        dtype = np.dtype(given[0].type)
         return dtype, dtype
     for array in arrays:
         _computed_in(array.dtype, function)
@@ -78,6 +78,9 @@ def native(array: Array, dtype: np.dtype[Any]) -> Array:
 
 def ready(array: Array, dtype: np.dtype[Any]) -> Array:
     """The same with the last axis contiguous."""
+    flags = array.flags
+    if array.dtype is dtype and flags.c_contiguous and flags.aligned:  # in most calls
+        return array
     array = native(array, dtype)
     if array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
         array = array.copy(order="C")

@@ -317,7 +317,7 @@ class Held:
 
     def reorder(self, beam_index: ArrayLike) -> None:
         """KVCache.reorder."""
-        items = np.asarray(beam_index)
+        items = as_array("KVCache.reorder", "beam_index", beam_index)
         if items.ndim != 1 or (items.size and items.dtype.kind not in "iu"):
             raise TypeError(
                 f"KVCache.reorder: beam_index has shape {items.shape} and dtype {items.dtype}; it must be integers on "

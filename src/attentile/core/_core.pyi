@@ -3,7 +3,7 @@ from typing import Any
 from numpy.typing import NDArray
 from typing_extensions import disjoint_base
 
-from .twin_angles import Turn
+from .twin_angles import Rotation
 
 _Table = NDArray[Any]
 _PageShape = tuple[int, int, int, int]
@@ -42,7 +42,7 @@ class CacheView:
 
 def encode(out: NDArray[Any], first_position: float, ratio_high: float, ratio_low: float) -> None: ...
 def rotate(
-    x: NDArray[Any], y: NDArray[Any], turn: Turn, positions: NDArray[Any] | None, first: int, threads: int
+    x: NDArray[Any], y: NDArray[Any], rotation: Rotation, positions: NDArray[Any] | None, first: int, threads: int
 ) -> None: ...
 def isas() -> dict[str, bool]: ...
 def set_isa(name: str) -> None: ...

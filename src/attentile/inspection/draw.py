@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..arguments import named_in_errors, positive_index
+from ..arguments import as_array, named_in_errors, positive_index
 from ..masks import Structure, structure
 from ..scores import Causal, Segments, Window
 
@@ -88,7 +88,7 @@ def draw_mask(
 
 
 def _drawn_mask(mask: ArrayLike, shape: tuple[int, int]) -> Array:
-    array = np.asarray(mask)
+    array = as_array("draw_mask", "mask", mask)
     if array.dtype != np.bool_:
         raise TypeError(f"draw_mask: mask has dtype {array.dtype}; it must be bool, True = may attend (mask != 0?)")
     try:

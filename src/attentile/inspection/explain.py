@@ -267,7 +267,7 @@ def _notes(call: _Call, count: Counter[str]) -> Iterator[str]:
     if call.given.get("return_weights"):
         yield "weights are an (L, S) array: attention_stats() gives their statistics without it"
     if not count["lanes"]:
-        yield "NumPy computes every score, the masked ones too, a head and a tile of rows at a time"
+        yield "NumPy computes a block of rows at a time, over every key that structure lets any of them see"
 
 
 def _notes_on_masks(call: _Call, count: Counter[str]) -> Iterator[str]:

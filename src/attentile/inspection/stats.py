@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .. import dispatch
-from ..arguments import named_in_errors, positive_index, unknown_option
+from ..arguments import as_array, named_in_errors, positive_index, unknown_option
 from ..outputs import AttentionResult, Outputs, Totals
 from ..runtime.threads import threads_for
 from ..scores import SCORE_OPTIONS, ScoreOptions, Scores, checked
@@ -131,7 +131,7 @@ def attention_stats(
 def _chosen_rows(rows: ArrayLike | None, queries: int) -> NDArray[np.intp]:
     if rows is None:
         raise ValueError('attention_stats: which has "rows"; say which ones with rows=')
-    array = np.asarray(rows)
+    array = as_array("attention_stats", "rows", rows)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise TypeError(f"attention_stats: rows has shape {array.shape}, dtype {array.dtype}; it must be 1-D integers")
     if array.size and (array.min() < -queries or array.max() >= queries):

@@ -374,7 +374,7 @@ class MultiHeadAttention:
             return (_rows("context", context, self.d_context),)
         if len(context) != 2:
             raise ValueError(f"{NAME}: context is a tuple of {len(context)}; it must be (k, v) from keys_values")
-        k, v = (np.asarray(array) for array in context)
+        k, v = (as_array(NAME, f"{name} of context", array) for name, array in zip("kv", context, strict=True))
         for name, array, width in (("k", k, self.head_dim), ("v", v, self.value_dim)):
             if array.ndim < 3 or (array.shape[-3], array.shape[-1]) != (self.num_kv_heads, width):
                 wanted = f"(..., {self.num_kv_heads}, S, {width})"
@@ -451,7 +451,7 @@ class MultiHeadAttention:
             counts = between(NAME, "lengths", lengths, np.full(before.shape, rows, np.intp), "the rows of x")
         if self._rotary is not None and cache.held.rotary is None:
             if positions is not None:
-                positions = positions if lengths is None else unpadded_positions(positions, counts, rows)
+                positions = positions if lengths is None else unpadded_positions(NAME, positions, counts, rows)
             elif lengths is None and (before.size == 1 or (before == before[:1]).all()):
                 positions = int(before[0]) if before.size else None  # an int is the quickest form
             else:

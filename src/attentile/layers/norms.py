@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arguments import finite, flag
+from ..arguments import as_array, finite, flag
 from ..storage import rounded
 from .projections import NAME
 
@@ -76,7 +76,7 @@ class _Norm:
         for role, label, value in zip("wb", (name, f"b_{name}"), weights, strict=True):
             if value is None:
                 continue
-            array = np.asarray(value)
+            array = as_array(NAME, label, value)
             if array.shape not in shapes:
                 raise ValueError(
                     f"{NAME}: {label} has shape {array.shape}; it must be {shapes[0]} or {shapes[1]} for a norm of "

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..arguments import as_array
 from ..storage import rounded
 
 Array = NDArray[Any]
@@ -39,7 +40,7 @@ _ADVICE = "a weight that is used as x @ W.T must be given as W.T, fewer key head
 
 def matrix(name: str, value: Any) -> Array:
     """The weight as an array with two axes, none of them empty."""
-    array = np.asarray(value)
+    array = as_array(NAME, name, value)
     if array.ndim != 2 or 0 in array.shape:
         raise ValueError(
             f"{NAME}: {name} has shape {array.shape}; it must be a matrix W (rows, columns), used as x @ W"
@@ -51,7 +52,7 @@ def vector(name: str, value: Any, size: int) -> Array | None:
     """The bias of a weight with `size` columns."""
     if value is None:
         return None
-    array = np.asarray(value)
+    array = as_array(NAME, name, value)
     if array.shape != (size,):
         raise ValueError(f"{NAME}: {name} has shape {array.shape}; it must be ({size},), one per column of its weight")
     return array

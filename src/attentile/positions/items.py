@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..arguments import as_array
 from .rotary import places_of, rotary_embedding, settled_options
 from .scaling import counted_length, depends_on_length, read_scaling
 
@@ -52,9 +53,9 @@ def row_positions(starts: Array, counts: Array | int, rows: int) -> Array:
     return np.minimum(starts[:, None] + np.arange(rows), last[:, None])
 
 
-def unpadded_positions(positions: Any, counts: Array, rows: int) -> Any:
+def unpadded_positions(owner: str, positions: Any, counts: Array, rows: int) -> Any:
     """Given positions with those of padding replaced by the last one before it, or by 0 if there is none."""
-    at = np.asarray(positions)
+    at = as_array(owner, "positions", positions)
     fits = at.shape[-1:] in ((), (rows,)) and at.shape[:-1] in ((), (1,), (len(counts),))
     if at.dtype.kind not in "iu" or not fits or at.size == 0 or (at.ndim == 0 and abs(int(at)) >= 2**62):
         return positions  # for rotary_embedding to refuse
