@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from ..arguments import as_array, between, check_out, check_scale, positive_index
 from ..attention import OPTIONS, attention
 from ..cache import KVCache
+from ..cache.attend import attend_held
 from ..outputs import AttentionResult
 from ..positions.items import copied_options, kept_options, rotate_items, row_positions, same_rotation
 from ..positions.rotary import rotary_embedding
@@ -243,7 +244,8 @@ class MultiHeadAttention:
         Returns
         -------
         ndarray, shape (..., L, d_out), or AttentionResult(out, lse, weights) with return_lse or return_weights
-            dtype: that of x, context and the weights by the rules of `attention`.
+            dtype: that of x, context and the weights by the rules of `attention`. With a cache the projections are in
+            the arithmetic of the weights and the attention in that of the cache, whatever the dtype of x is.
 
         Raises
         ------
@@ -266,7 +268,7 @@ class MultiHeadAttention:
             self._check_cache(cache, rows, source, positions)
         elif lengths is not None:
             raise ValueError(f"{NAME}: lengths go with a cache; without one give key_lengths")
-        plan = self._plan(rows, source, cache is not None and rows.ndim == 2)
+        plan = self._plan(rows, source, cache is not None)
         if out is not None:
             check_out(NAME, out, (*plan.lead, *plan.x.shape[-2:-1], self.d_out)[plan.drop :], plan.dtype)
         if self._scale is not None:
@@ -274,7 +276,7 @@ class MultiHeadAttention:
         q, k, v = self._heads(plan)
         if cache is not None:
             return cache.held.attempt(
-                lambda: self._finish(self._attend_cached(q, k, v, cache, positions, lengths, options), plan, out)
+                NAME, lambda: self._finish(self._attend_cached(q, k, v, cache, positions, lengths, options), plan, out)
             )
         if self._rotary is not None:
             q, k = self._turn(q, positions), self._turn(k, positions)
@@ -352,8 +354,9 @@ class MultiHeadAttention:
                 f"{NAME}: the cache turns keys at its own positions; for other positions make it with rotary=None"
             )
 
-    def _plan(self, x: Array, context: tuple[Array, ...], drop: bool) -> _Plan:
+    def _plan(self, x: Array, context: tuple[Array, ...], cached: bool) -> _Plan:
         """Dtypes and batch axes."""
+        drop = cached and x.ndim == 2
         x = x[None] if drop else x
         own = 3 if len(context) == 2 else 2  # axes that are not batch axes
         try:
@@ -362,6 +365,8 @@ class MultiHeadAttention:
             shapes = " and ".join(str(array.shape) for array in (x, *context))
             raise ValueError(f"{NAME}: the batch axes of x and context do not broadcast ({shapes})") from None
         compute, dtype = promoted(NAME, x, *context, self._like)
+        if cached:  # the token is converted, and not every weight at every token
+            compute = promoted(NAME, self._like)[0]
         return _Plan(x, context, compute, dtype, lead, int(drop))
 
     def _heads(self, plan: _Plan) -> list[Array]:
@@ -398,7 +403,7 @@ class MultiHeadAttention:
             options["q_start"] = before
             options.setdefault("causal", True)
         cache.held.append(k, v, lengths, keep=True)
-        return cache.attend(q, **options)
+        return attend_held(cache.held, q, options)
 
     def _finish(self, result: Array | AttentionResult, plan: _Plan, out: Array | None) -> Array | AttentionResult:
         """Concatenates the heads, projects by w_o, and gives everything the caller's dtype and axes."""
