@@ -166,7 +166,7 @@ class MultiHeadAttention:
         given = {"q": (q_norm, b_q_norm), "k": (k_norm, b_k_norm)}
         self._norms = Norms(norm, given, shapes, rotates=self._rotary is not None)
         # What the layer has and a call may override; None in a call means the layer's own.
-        own = {"scale": self.scale, "sinks": _sinks(sinks, self.num_heads)}
+        own = {"scale": self.scale, "sinks": vector("sinks", sinks, self.num_heads, "query head")}
         self._defaults = {name: value for name, value in own.items() if value is not None}
         arrays = [*self._project.arrays, *self._norms.arrays, self._w_o, *([] if self._b_o is None else [self._b_o])]
         promoted(NAME, *arrays)
@@ -490,13 +490,4 @@ def _rows(name: str, value: Any, width: int) -> Array:
     array = as_array(NAME, name, value)
     if array.ndim < 2 or array.shape[-1] != width:
         raise ValueError(f"{NAME}: {name} has shape {array.shape}; it must be (..., rows, {width}) for these weights")
-    return array
-
-
-def _sinks(value: Any, heads: int) -> Array | None:
-    if value is None:
-        return None
-    array = as_array(NAME, "sinks", value)
-    if array.shape != (heads,):
-        raise ValueError(f"{NAME}: sinks has shape {array.shape}; it must be ({heads},), one per query head")
     return array
