@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from ..arguments import as_array, between, check_out, check_scale, positive_index
 from ..attention import OPTIONS, attention
 from ..cache import KVCache
+from ..cache.attend import attend_held
 from ..outputs import AttentionResult
 from ..positions.items import (
     copied_options,
@@ -165,7 +166,7 @@ class MultiHeadAttention:
         given = {"q": (q_norm, b_q_norm), "k": (k_norm, b_k_norm)}
         self._norms = Norms(norm, given, shapes, rotates=self._rotary is not None)
         # What the layer has and a call may override; None in a call means the layer's own.
-        own = {"scale": self.scale, "sinks": _sinks(sinks, self.num_heads)}
+        own = {"scale": self.scale, "sinks": vector("sinks", sinks, self.num_heads, "query head")}
         self._defaults = {name: value for name, value in own.items() if value is not None}
         arrays = [*self._project.arrays, *self._norms.arrays, self._w_o, *([] if self._b_o is None else [self._b_o])]
         promoted(NAME, *arrays)
@@ -295,7 +296,8 @@ class MultiHeadAttention:
         Returns
         -------
         ndarray, shape (..., L, d_out), or AttentionResult(out, lse, weights) with return_lse or return_weights
-            dtype: that of x, context and the weights by the rules of `attention`.
+            dtype: that of x, context and the weights by the rules of `attention`. With a cache the projections are in
+            the arithmetic of the weights and the attention in that of the cache, whatever the dtype of x is.
 
         Raises
         ------
@@ -318,7 +320,7 @@ class MultiHeadAttention:
             self._check_cache(cache, rows, source, positions)
         elif lengths is not None:
             raise ValueError(f"{NAME}: lengths go with a cache; without one give key_lengths")
-        plan = self._plan(rows, source, cache is not None and rows.ndim == 2)
+        plan = self._plan(rows, source, cache is not None)
         if out is not None:
             check_out(NAME, out, (*plan.lead, *plan.x.shape[-2:-1], self.d_out)[plan.added :], plan.dtype)
         for name, value in self._defaults.items():
@@ -327,7 +329,7 @@ class MultiHeadAttention:
         q, k, v = self._heads(plan)
         if cache is not None:
             return cache.held.attempt(
-                lambda: self._finish(self._attend_cached(q, k, v, cache, positions, lengths, options), plan, out)
+                NAME, lambda: self._finish(self._attend_cached(q, k, v, cache, positions, lengths, options), plan, out)
             )
         if self._rotary is not None:
             q, k = self._rotated("q", q, positions), self._rotated("k", k, positions)
@@ -410,9 +412,10 @@ class MultiHeadAttention:
                 f"{NAME}: the cache turns keys at its own positions; for other positions make it with rotary=None"
             )
 
-    def _plan(self, x: Array, context: tuple[Array, ...], add: bool) -> _Plan:
+    def _plan(self, x: Array, context: tuple[Array, ...], cached: bool) -> _Plan:
         """Dtypes and batch axes."""
-        x = x[None] if add else x
+        added = cached and x.ndim == 2  # a batch axis, which caches have
+        x = x[None] if added else x
         own = 3 if len(context) == 2 else 2  # axes that are not batch axes
         try:
             lead = np.broadcast_shapes(x.shape[:-2], *(array.shape[:-own] for array in context))
@@ -420,7 +423,9 @@ class MultiHeadAttention:
             shapes = " and ".join(str(array.shape) for array in (x, *context))
             raise ValueError(f"{NAME}: the batch axes of x and context do not broadcast ({shapes})") from None
         compute, dtype = promoted(NAME, x, *context, self._like)
-        return _Plan(x, context, compute, dtype, lead, int(add))
+        if cached:  # the token is converted, and not every weight at every token
+            compute = promoted(NAME, self._like)[0]
+        return _Plan(x, context, compute, dtype, lead, int(added))
 
     def _heads(self, plan: _Plan) -> list[Array]:
         """Queries (..., num_heads, L, head_dim), keys and values (..., num_kv_heads, S, width)."""
@@ -462,7 +467,7 @@ class MultiHeadAttention:
             options["q_start"] = before
             options.setdefault("causal", True)
         cache.held.append(k, v, lengths, keep=True)
-        return cache.attend(q, **options)
+        return attend_held(cache.held, q, options)
 
     def _finish(self, result: Array | AttentionResult, plan: _Plan, out: Array | None) -> Array | AttentionResult:
         """Concatenates the heads, projects by w_o, and gives everything the caller's dtype and axes."""
@@ -485,13 +490,4 @@ def _rows(name: str, value: Any, width: int) -> Array:
     array = as_array(NAME, name, value)
     if array.ndim < 2 or array.shape[-1] != width:
         raise ValueError(f"{NAME}: {name} has shape {array.shape}; it must be (..., rows, {width}) for these weights")
-    return array
-
-
-def _sinks(value: Any, heads: int) -> Array | None:
-    if value is None:
-        return None
-    array = as_array(NAME, "sinks", value)
-    if array.shape != (heads,):
-        raise ValueError(f"{NAME}: sinks has shape {array.shape}; it must be ({heads},), one per query head")
     return array

@@ -48,13 +48,13 @@ def matrix(name: str, value: Any) -> Array:
     return array
 
 
-def vector(name: str, value: Any, size: int) -> Array | None:
-    """The bias of a weight with `size` columns."""
+def vector(name: str, value: Any, size: int, each: str = "column of its weight") -> Array | None:
+    """A bias, or whatever else there is one of for `each`."""
     if value is None:
         return None
     array = as_array(NAME, name, value)
     if array.shape != (size,):
-        raise ValueError(f"{NAME}: {name} has shape {array.shape}; it must be ({size},), one per column of its weight")
+        raise ValueError(f"{NAME}: {name} has shape {array.shape}; it must be ({size},), one per {each}")
     return array
 
 
