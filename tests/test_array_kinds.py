@@ -54,6 +54,7 @@ def from_arrays(arrays: Any) -> Any:
 CHECKPOINT = {f"{name}_proj.weight": np.eye(4) for name in "qkvo"} | {
     f"{name}_proj.bias": np.zeros(4) for name in "qkvo"
 }
+NORMS = {name: np.ones(2) for name in ("q_norm", "k_norm", "b_q_norm", "b_k_norm")}
 QKV = dict(q=X, k=X, v=X)
 CALLS: dict[str, list[tuple[Callable[..., Any], dict[str, Any]]]] = {
     "attention": [
@@ -108,7 +109,12 @@ CALLS: dict[str, list[tuple[Callable[..., Any], dict[str, Any]]]] = {
     ],
     "KVCache.truncate": [(lambda length: cache().truncate(length), dict(length=np.array([1, 2])))],
     "KVCache.reorder": [(lambda beam_index: cache().reorder(beam_index), dict(beam_index=np.array([1, 0])))],
-    "MultiHeadAttention.__init__": [(at.MultiHeadAttention, {**W, "num_heads": 2})],
+    "MultiHeadAttention.__init__": [
+        (
+            lambda **given: at.MultiHeadAttention(num_heads=2, norm={"kind": "layer", "eps": 1e-5}, **given),
+            {**W, **NORMS, "sinks": np.zeros(2)},
+        )
+    ],
     "MultiHeadAttention.from_arrays": [(from_arrays, dict(arrays=CHECKPOINT))],
     "MultiHeadAttention.__call__": [
         (
