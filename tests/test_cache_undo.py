@@ -54,7 +54,7 @@ def raises(*_: Any, **__: Any) -> Any:
 
 
 def break_attention(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(multi_head, "attend_held", raises)
+    patch.setattr(KVCache, "attend", raises)
 
 
 def break_projection(patch: pytest.MonkeyPatch) -> None:

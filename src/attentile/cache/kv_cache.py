@@ -6,6 +6,7 @@ The commonest calls go straight to the core's view of what is held; only what it
 from __future__ import annotations
 
 from collections.abc import Mapping
+from threading import get_ident
 from types import MappingProxyType
 from typing import Any, Literal, Unpack
 
@@ -252,6 +253,8 @@ class KVCache:
                [0.6 , 0.4 , 0.  ]])
         """
         held = self.held
+        if held.owner is not None and held.owner == get_ident():
+            return attend_held(held, q, options)
         view = held.view() if held.rotary is None else None
         found = None if view is None else view.attend(q, options, get_num_threads(), False)
         if found is not None:

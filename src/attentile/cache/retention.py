@@ -16,6 +16,7 @@ import copy
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
+from threading import get_ident
 from typing import Any, TypeVar
 
 import numpy as np
@@ -173,6 +174,7 @@ class Held:
 
     def _open_guard(self) -> None:
         """A guard of its own, for arrays of its own; no page may be written to as it is."""
+        self.owner: int | None = None  # the thread that is in attempt(), which may attend there
         self.guard: Any = Guard()
         if backend.compiled is not None:
             left = -1 if self.window is None else self.window[0]
@@ -374,7 +376,8 @@ class Held:
     # ---- taking back an append ----
 
     def attempt(self, caller: str, call: Callable[[], Result]) -> Result:
-        """call() in a block of using(), which may append once with keep=True; if it fails, the cache is as before.
+        """call() in a block of using(), which may append once with keep=True and attend; if it fails, the cache is as
+        before.
 
         Pages of evicted tokens go when the call has come to its end. A fork would do the same, but makes every page
         shared, so that each step of a decoder copied one.
@@ -382,8 +385,11 @@ class Held:
         with self.using(caller, change=True):
             lengths, held_from = self.lengths.copy(), self.held_from.copy()  # the core's view changes these in place
             try:
+                self.owner = get_ident()
                 result = call()
+                self.owner = None
             except BaseException:
+                self.owner = None
                 self.guard.bind(None)
                 self.held_from = held_from  # first: between the two lines a signal finds tokens that are there
                 self.lengths = lengths

@@ -12,7 +12,6 @@ from numpy.typing import ArrayLike, NDArray
 from ..arguments import as_array, between, check_out, check_scale, positive_index
 from ..attention import OPTIONS, attention
 from ..cache import KVCache
-from ..cache.attend import attend_held
 from ..outputs import AttentionResult
 from ..positions.items import (
     copied_options,
@@ -469,7 +468,7 @@ class MultiHeadAttention:
             options["q_start"] = before
             options.setdefault("causal", True)
         cache.held.append(k, v, lengths, keep=True)
-        return attend_held(cache.held, q, options)
+        return cache.attend(q, **options)
 
     def _finish(self, result: Array | AttentionResult, plan: _Plan, out: Array | None) -> Array | AttentionResult:
         """Concatenates the heads, projects by w_o, and gives everything the caller's dtype and axes."""
