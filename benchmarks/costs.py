@@ -44,11 +44,23 @@ def weights_in_numpy(q: Any, k: Any, v: Any) -> object:
     return entropy, w.max(axis=-1), np.take_along_axis(w, top, axis=-1), w.sum(axis=-2)
 
 
+def top(arrays: list[Any], count: int) -> object:
+    """The strongest keys of each row."""
+    return at.attention_stats(*arrays, which="top_k", top_k=count)
+
+
+def argsorted(arrays: list[Any], count: int) -> object:
+    """The same from the returned weights."""
+    w = at.attention(*arrays, return_weights=True).weights
+    order = np.argsort(-w, axis=-1)[..., :count]
+    return order, np.take_along_axis(w, order, axis=-1)
+
+
 def costs() -> list[Cost]:
     """Every comparison: the mask and score forms, dense masks that say what a structural form says, statistics."""
     x, heads, length = qkv(12, 1024), 12, 1024
     y, long = qkv(1, 8192), 8192
-    z = qkv(1, 4096)
+    s, z = qkv(4, 512), qkv(1, 4096)
     i, j = np.arange(length)[:, None], np.arange(length)
     padding, band = np.broadcast_to(j < 600, (length, length)), (j <= i) & (j >= i - 100)
     documents = at.segment_ids([512] * 16)
@@ -71,6 +83,9 @@ def costs() -> list[Cost]:
         Cost("softcap / none", run(x, softcap=30.0), run(x), 1.25),
         Cost("sinks / none", run(x, sinks=np.ones(heads)), run(x), 1.02),
         Cost("ALiBi / none", run(x, alibi_slopes=at.alibi_slopes(heads)), run(x), 1.05),
+        Cost("16 of 512 top_k / argsort of weights", lambda: top(s, 16), lambda: argsorted(s, 16), 0.6),
+        Cost("256 of 512 top_k / argsort of weights", lambda: top(s, 256), lambda: argsorted(s, 256), 1.0),
+        Cost("4096 of 4096 top_k / argsort of weights", lambda: top(z, 4096), lambda: argsorted(z, 4096), 1.0),
         Cost("statistics / from the weights", lambda: at.attention_stats(*z), lambda: weights_in_numpy(*z), 1 / 3),
     ]  # fmt: skip
 

@@ -1,17 +1,15 @@
-"""explain() against brute-force counts and against what the library does; draw_mask() against drawings by hand."""
+"""explain() against brute-force counts and against what the library does."""
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
-import sys
 
 import numpy as np
 import pytest
 from oracle import allowed_keys
 
-from attentile import attention, attention_partial, draw_mask, explain, relative_bias, use_backend
+from attentile import attention, attention_partial, explain, relative_bias, use_backend
 from attentile.runtime import backend
 
 RNG = np.random.default_rng(70)
@@ -79,7 +77,7 @@ def test_chunks_and_pairs_against_brute_force(impl, name):
     assert found.useful_flops == 2 * pairs * (8 + 8)
     if impl == "reference":
         assert found.path == "NumPy"
-        assert found.executed_flops == 2 * (2 * 4 * 300 * 700) * 16
+        assert found.useful_flops <= found.executed_flops <= 2 * (2 * 4 * 300 * 700) * 16
         return
     assert found.block_rows == VECTORS * LANES[impl][0]
     assert (found.chunks, found.chunks_visited) == (chunks, visited)
@@ -398,71 +396,6 @@ def test_errors_are_those_of_attention():
         explain(q, k, v, causal=True)
     with pytest.raises(TypeError, match=r"^explain: unexpected keyword argument 'causality'"):
         explain(q, k, v, causality=True)
-
-
-# ---- draw_mask ----
-
-DRAWINGS = [
-    ({"queries": 3, "keys": 5, "causal": "upper_left"}, "  01234\n0 #....\n1 ##...\n2 ###.."),
-    ({"queries": 3, "keys": 5, "causal": "lower_right"}, "  01234\n0 ###..\n1 ####.\n2 #####"),
-    ({"queries": 2, "keys": 5, "causal": True, "q_start": 1}, "  01234\n0 ##...\n1 ###.."),
-    ({"queries": 4, "keys": 4, "window": (1, 1)}, "  0123\n0 ##..\n1 ###.\n2 .###\n3 ..##"),
-    ({"queries": 3, "keys": 3, "segments": [0, 1, 0]}, "  012\n0 #.#\n1 .#.\n2 #.#"),
-    ({"queries": 3, "keys": 3, "segments": [0, 1, 1], "key_lengths": 2}, "  012\n0 #..\n1 .#.\n2 .#."),
-    ({"queries": 3, "keys": 3, "causal": True, "prefix_lengths": 2}, "  012\n0 ##.\n1 ##.\n2 ###"),
-    ({"queries": 2, "keys": 3, "mask": [True, False, True]}, "  012\n0 #.#\n1 #.#"),
-]
-
-
-@pytest.mark.parametrize(("options", "text"), DRAWINGS)
-def test_drawing(options, text):
-    assert draw_mask(**options) == text
-
-
-def test_drawing_with_two_digits():
-    lines = draw_mask(queries=11, keys=12, causal="upper_left").splitlines()
-    assert lines[:3] == ["   0         1", "   012345678901", " 0 #..........."]
-    assert lines[-1] == "10 ###########."
-
-
-def test_large_drawing_is_sampled_down():
-    lines = draw_mask(queries=65, keys=130, causal="upper_left").splitlines()
-    assert lines[0].startswith("one character: 2 queries x 3 keys")
-    assert len(lines[3:]) == 33
-    assert [line.split()[1][:3] for line in lines[3:6]] == ["+..", "#+.", "#+."]  # 0-1, 2-3, 4-5
-    assert set(draw_mask(queries=1000, keys=999).splitlines()[-1].split()[1]) == {"#"}
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"queries": 0}, ValueError, "^draw_mask: queries is 0"),
-        ({"window": 3}, TypeError, "^draw_mask: window is 3"),
-        ({"causal": True, "keys": 4}, ValueError, "^draw_mask: causal=True with 3 queries and 4 keys is ambiguous"),
-        ({"mask": [[1, 0, 1]]}, TypeError, "^draw_mask: mask has dtype int64"),
-        ({"mask": np.ones((2, 3), bool)}, ValueError, r"^draw_mask: mask has shape \(2, 3\)"),
-        ({"key_lengths": [1, 2]}, ValueError, "^draw_mask: key_lengths has shape"),
-        ({"file": "x.gif"}, ValueError, "^draw_mask: file is 'x.gif'; its name must end with .png or .svg"),
-    ],
-)
-def test_drawing_errors(options, error, words):
-    with pytest.raises(error, match=words):
-        draw_mask(**{"queries": 3, "keys": 3, **options})
-
-
-def test_a_picture_without_matplotlib(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"^draw_mask: file= needs matplotlib .*: pip install matplotlib"):
-        draw_mask(queries=3, keys=3, file=tmp_path / "x.png")
-
-
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
-@pytest.mark.parametrize("kind", ["png", "svg"])
-def test_a_picture(tmp_path, kind):
-    file = tmp_path / f"x.{kind}"
-    assert draw_mask(queries=300, keys=2000, causal="lower_right", file=file)
-    assert file.stat().st_size > 1000
 
 
 @pytest.mark.parametrize("shape", [(7,), (1, 1, 7), (2, 1, 1, 7)])

@@ -255,3 +255,15 @@ def test_circular_writes_are_appends_of_a_cache_with_a_window(n: int) -> None:
         cache.append(update, update)
         order = np.arange(max(cache.length - slots, 0), cache.length) % slots
         np.testing.assert_array_equal(cache.keys(), past[:, :, order])
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint64, np.int64])
+def test_tensor_scatter_counts_indices_of_any_integer_type(dtype: Any) -> None:
+    """Modulo the size before anything is added: no sum wraps."""
+    past, update = np.zeros((300, 200, 1)), np.arange(600.0).reshape(300, 2, 1)
+    starts = np.full(300, np.iinfo(dtype).max, dtype)
+    starts[1] = 3
+    found = at_onnx.tensor_scatter(past, update, starts, mode="circular")
+    places = [[(int(start) + x) % 200 for x in range(2)] for start in starts]
+    np.testing.assert_array_equal(np.take_along_axis(found[..., 0], np.array(places), axis=1), update[..., 0])
+    assert np.count_nonzero(found) == 599

@@ -1,4 +1,4 @@
-"""Checks of arguments, one rule and one text for all functions. Text and truth values are no numbers."""
+"""Checks of arguments: one rule and one text for all functions. Text and booleans are not numbers."""
 
 from __future__ import annotations
 
@@ -32,9 +32,8 @@ def named_in_errors(function: str) -> Iterator[None]:
 
 def unknown_option(function: str, options: Mapping[str, Any], known: Set[str]) -> None:
     """Refuses keyword arguments that a function does not have."""
-    unknown = options.keys() - known
-    if unknown:
-        raise TypeError(f"{function}: unexpected keyword argument {min(unknown)!r}")
+    if not options.keys() <= known:
+        raise TypeError(f"{function}: unexpected keyword argument {min(options.keys() - known)!r}")
 
 
 # ---- numbers ----
@@ -64,7 +63,7 @@ def integer(
 
 def between(function: str, name: str, value: Any, highest: Array, what: str) -> Array:
     """An integer, or one per item, from 0 to `highest` of each item: as one per item."""
-    array = np.asarray(value)
+    array = as_array(function, name, value).copy()  # so that what is used is what was checked, whatever threads do
     if array.dtype.kind not in "iu" and not (array.size == 0 and highest.size == 0):
         raise TypeError(f"{function}: {name} has dtype {array.dtype}; it must be an integer, or one per item")
     if array.shape not in ((), highest.shape):
@@ -87,7 +86,7 @@ def positive_index(function: str, name: str, value: Any) -> int:
 
 
 def as_real(function: str, name: str, value: Any, wanted: str = "a number") -> float:
-    """float(value) of a real number, Python's or NumPy's; float() itself reads text and truth values too."""
+    """float(value) of a real number, Python's or NumPy's; float() alone would accept text and booleans."""
     refused = isinstance(value, (str, bytes, bytearray, bool, np.bool_)) or (
         isinstance(value, np.ndarray) and value.dtype.kind in "USV"
     )
@@ -138,7 +137,9 @@ def flag(function: str, name: str, value: Any) -> bool:
 
 
 def as_array(function: str, name: str, value: Any) -> Array:
-    """np.asarray, but not of a masked array, whose mask would be lost without a word."""
+    """np.asarray of what a caller gives, but not of a masked array, whose mask would be lost silently."""
+    if type(value) is np.ndarray:
+        return value
     ma = sys.modules.get("numpy.ma.core")  # where it is not loaded there is no masked array, and to load it takes time
     if ma is not None and isinstance(value, ma.MaskedArray):
         raise TypeError(
@@ -149,8 +150,8 @@ def as_array(function: str, name: str, value: Any) -> Array:
 
 
 def as_floating(function: str, name: str, value: Any, wanted: str) -> Array:
-    """np.asarray of floating numbers, bfloat16 too."""
-    array = np.asarray(value)
+    """The same of floating numbers, bfloat16 too."""
+    array = as_array(function, name, value)
     if not is_floating(array.dtype):
         raise TypeError(f"{function}: {name} has dtype {array.dtype}; {wanted}")
     return array
@@ -160,6 +161,7 @@ def check_out(function: str, out: Any, shape: tuple[int, ...], dtype: np.dtype[A
     """Refuses an out that is not a writable array of this shape and dtype with every element in a place of its own."""
     if not isinstance(out, np.ndarray):
         raise TypeError(f"{function}: out is a {type(out).__name__}; it must be a NumPy array, or None")
+    as_array(function, "out", out)
     if out.shape != shape or out.dtype != dtype:
         raise ValueError(
             f"{function}: out has shape {out.shape} and dtype {out.dtype}; they must be {shape} and {dtype}, "

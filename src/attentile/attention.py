@@ -111,8 +111,9 @@ def attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -> Array
         Number of valid keys of each item; the keys behind them are padding, excluded and never read.
     prefix_lengths : int or array_like of int (one per batch item), optional
         With a causal form: how many of the first keys every query sees (prefix language model).
-    segments : array_like of int, shape (..., S), or a pair (..., L), (..., S), optional
-        Packed sequences: a query sees the keys with its id. `segment_ids` makes ids from lengths.
+    segments : array_like of int, shape (..., S), or a tuple of two, (..., L) and (..., S), optional
+        Packed sequences: a query sees the keys with its id. `segment_ids` makes ids from lengths. A tuple is always
+        (query ids, key ids), never the ids of two batch items.
     scale : float, optional
         Factor of the scores, default 1 / sqrt(D). Times log2(e) it must be finite in the arithmetic's dtype.
     softcap : float, optional

@@ -8,8 +8,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from .core import twin
-from .outputs import Outputs
-from .partial import Partial
+from .outputs import Outputs, Totals
 from .runtime import backend
 from .scores import Scores
 
@@ -23,7 +22,7 @@ def chosen(scores: Scores) -> ModuleType:
 
 def attend(scores: Scores, v: Array, outputs: Outputs, threads: int, on: ModuleType | None = None) -> None:
     """Fills the outputs that are wanted. v: (..., Hkv, S, Dv), ready for the arithmetic. on: default, chosen()."""
-    if not scores.empty and v.shape[-1] == 0 and outputs.beside:
+    if not scores.empty and v.shape[-1] == 0 and outputs.has_more:
         v = scores.without_values(v)
         outputs = outputs.without_values()
     if scores.empty or v.shape[-1] == 0:
@@ -32,8 +31,8 @@ def attend(scores: Scores, v: Array, outputs: Outputs, threads: int, on: ModuleT
         (on or chosen(scores)).attend(scores, v, outputs, threads)
 
 
-def stats(scores: Scores, v: Array, partial: Partial, found: Any, threads: int, on: ModuleType) -> None:
-    """Fills the statistics that are wanted, on the backend whose first pass has left this partial."""
+def stats(scores: Scores, v: Array, totals: Totals, found: Any, threads: int, on: ModuleType) -> None:
+    """Fills the statistics that are wanted, on the backend whose first pass has left these totals."""
     if not scores.empty:
         v = scores.without_values(v) if v.shape[-1] == 0 else v
-        on.stats(scores, v, partial.m, partial.l, found, threads)
+        on.stats(scores, v, totals, found, threads)

@@ -7,6 +7,7 @@ mask: one function here that narrows the intervals.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .arguments import index
+from .arguments import as_array, index
 
 Index = NDArray[np.intp]
 
@@ -63,11 +64,19 @@ class Structure:
         return valid - queries
 
     def intervals(self, queries: int, keys: int) -> tuple[Index, Index] | None:
-        """(lo, hi), each (..., L) with 0 <= lo, hi <= keys: row i sees lo[i] <= j < hi[i]; None: all."""
-        if self.causal is False and all(x is None for x in (self.left, self.right, self.key_lengths, self.segments)):
+        """(lo, hi), each (..., L) with 0 <= lo, hi <= keys: row i sees lo[i] <= j < hi[i]; None: all.
+
+        Both have the batch axes on which they differ, by broadcasting.
+        """
+        moves = self.causal is not False or self.left is not None or self.right is not None  # with the rows
+        if not moves and self.key_lengths is None and self.segments is None:
             return None
         lo: Index = np.zeros(queries, np.intp)
         hi: Index = lo + (keys if self.key_lengths is None else self.key_lengths[..., None])
+        if self.segments is not None:
+            lo, hi = self.segments[0], np.minimum(hi, self.segments[1])
+        if not moves:
+            return lo, hi
         position = self.start(queries, keys)[..., None] + np.arange(queries)
         if self.causal is not False:
             ahead = position + 1
@@ -77,12 +86,8 @@ class Structure:
         if self.right is not None:
             hi = np.minimum(hi, position + self.right + 1)
         if self.left is not None:
-            lo = np.maximum(lo, position - self.left)
-        if self.segments is not None:
-            lo = np.maximum(lo, self.segments[0])
-            hi = np.minimum(hi, self.segments[1])
-        lo, hi = np.broadcast_arrays(np.clip(lo, 0, keys), np.clip(hi, 0, keys))
-        return lo, hi
+            lo = np.minimum(np.maximum(lo, position - self.left), keys)
+        return lo, np.maximum(hi, 0)
 
 
 def _broadcasts(shape: tuple[int, ...], lead: tuple[int, ...]) -> bool:
@@ -94,7 +99,7 @@ def _broadcasts(shape: tuple[int, ...], lead: tuple[int, ...]) -> bool:
 
 def per_item(name: str, value: Any, lead: tuple[int, ...]) -> Index:
     """An integer, or one per batch item, as an array whose axes broadcast against the batch axes."""
-    array = np.asarray(value)
+    array = as_array("attention", name, value)
     if array.size == 0 and array.dtype == np.float64:  # [], for no items
         array = array.astype(np.intp)
     if array.dtype.kind not in "iu":
@@ -110,7 +115,9 @@ def per_item(name: str, value: Any, lead: tuple[int, ...]) -> Index:
 
 
 def check_causal(causal: Any) -> Any:
-    if isinstance(causal, (bool, np.bool_)):
+    if causal is False or causal is True:
+        return causal
+    if isinstance(causal, np.bool_):
         return bool(causal)
     if not isinstance(causal, str) or causal not in ("upper_left", "lower_right"):
         raise ValueError(f"attention: causal is {causal!r}; it must be True, False, {ALIGNMENTS}")
@@ -136,7 +143,7 @@ def _check_window(window: Any) -> tuple[int | None, int | None]:
 
 
 def _check_positions(structure: Structure, q_start: Any, named: bool, needed: bool, queries: int, keys: int) -> None:
-    """Refuses queries that stand nowhere, or in two places.
+    """Refuses queries whose positions are unknown or given twice.
 
     needed: a window or ALiBi asks for positions. named: one of them was given, even if it asks for nothing.
     """
@@ -158,7 +165,8 @@ def structure(
     lead: tuple[int, ...], queries: int, keys: int, options: Mapping[str, Any], alibi: bool = False
 ) -> Structure:
     """The structural ones among the options of a call, checked."""
-    window, q_start, segments = (options.get(name) for name in ("window", "q_start", "segments"))
+    window, q_start = options.get("window"), options.get("q_start")
+    segments = options.get("segments")
     key_lengths, prefix_lengths = options.get("key_lengths"), options.get("prefix_lengths")
     left, right = _check_window(window)
     found = Structure(check_causal(options.get("causal", False)), left, right)
@@ -187,54 +195,87 @@ def structure(
 # ---- packed segments ----
 
 
-def _segment_ids(segments: Any, lead: tuple[int, ...], queries: int, keys: int) -> tuple[Index, Index]:
-    """(query ids (..., L), key ids (..., S)) with as many batch axes as the call."""
-    pair = segments if isinstance(segments, tuple) else (segments, segments)
-    if len(pair) != 2 or (not isinstance(segments, tuple) and queries != keys):
+def _segment_ids(segments: Any, lead: tuple[int, ...], queries: int, keys: int) -> list[Index]:
+    """[query ids (..., L), key ids (..., S)] with as many batch axes as the call, or one array if they are the same."""
+    pair = segments if isinstance(segments, tuple) else (segments,)
+    if len(pair) != 2 and (isinstance(segments, tuple) or queries != keys):
         raise ValueError(
             f"attention: segments with {queries} queries and {keys} keys must be a pair (query ids, key ids) of arrays"
         )
     ids = []
-    for name, value, length in (("query", pair[0], queries), ("key", pair[1], keys)):
-        array = np.asarray(value)
+    for name, value, length in zip(("query", "key"), pair, (queries, keys), strict=False):
+        array = as_array("attention", f"segments ({name} ids)", value)
         if array.dtype.kind not in "iu":
             raise TypeError(f"attention: segments ({name} ids) has dtype {array.dtype}; they must be integers")
         if array.shape[-1:] != (length,) or not _broadcasts(array.shape[:-1], lead):
             raise ValueError(
                 f"attention: segments ({name} ids) has shape {array.shape}; it must broadcast to {(*lead, length)}"
             )
-        ids.append(array.reshape((1,) * (len(lead) + 1 - array.ndim) + array.shape))
-    if np.result_type(*ids).kind == "f":  # int64 beside uint64: NumPy would compare them as float64
-        ids = [array.astype(object) for array in ids]
-    return ids[0], ids[1]
+        ids.append(array)
+    if len(ids) == 2 and ids[0].shape == ids[1].shape and _broadcasts((2, *ids[0].shape[:-1]), lead):
+        raise ValueError(
+            f"attention: segments is a tuple of two arrays of shape {ids[0].shape}, which may be (query ids, key ids) "
+            "or the ids of two batch items; for items pass one array (np.stack(segments)), for a pair two of shape "
+            f"{(*(1,) * len(lead), queries)}"
+        )
+    ids = [array.reshape((1,) * (len(lead) + 1 - array.ndim) + array.shape) for array in ids]
+    dtype = np.result_type(*ids)
+    if dtype.kind == "f":  # int64 with uint64: NumPy would compare them as float64
+        dtype = np.dtype(object)
+    elif dtype != np.uint64:
+        dtype = np.dtype(np.intp)
+    return [array.astype(dtype, copy=False) for array in ids]
+
+
+def _numbered(ids: list[Index]) -> list[Index]:
+    """Arrays of ids (items, rows) as numbers that differ between items, too, and grow with item and id."""
+    low = min(int(some.min(initial=0)) for some in ids)
+    number = max(int(some.max(initial=0)) for some in ids) - low + 1
+    if number * len(ids[0]) < FAR:
+        found = [(some - low).astype(np.intp, copy=False) for some in ids]
+    else:
+        known, places = np.unique(np.concatenate(ids, axis=1), return_inverse=True)
+        number, ends = known.size, np.cumsum([some.shape[1] for some in ids])[:-1]
+        found = np.split(places.reshape(len(ids[0]), -1), ends, axis=1)
+    return [some + np.arange(len(some))[:, None] * number for some in found]
 
 
 def _segment_intervals(query_ids: Index, key_ids: Index) -> tuple[Index, Index] | None:
-    """(first key, end) of each query's segment in one item; None if the keys of an id are not contiguous."""
-    changes = np.flatnonzero(key_ids[1:] != key_ids[:-1]) + 1
-    first, end = np.r_[0, changes][: key_ids.size], np.r_[changes, key_ids.size]  # of each run of equal ids
-    order = np.argsort(key_ids[first], kind="stable")
-    ids = key_ids[first][order]
-    if (ids[1:] == ids[:-1]).any():
-        return None
-    place = np.searchsorted(ids, query_ids)
-    there = np.searchsorted(ids, query_ids, "right") > place
-    first, end = (np.where(there, np.append(side[order], 0)[place], 0) for side in (first, end))
-    return first, end
+    """(first key, end) of the segment of each query (items, rows); None if the keys of an id are not contiguous."""
+    items, keys = key_ids.shape
+    if keys == 0:
+        return np.zeros_like(query_ids), np.zeros_like(query_ids)
+    starts = np.ones(key_ids.shape, bool)
+    np.not_equal(key_ids[:, 1:], key_ids[:, :-1], out=starts[:, 1:])
+    first = np.flatnonzero(starts)  # of each run of equal ids, counted through all items
+    end, ids = np.append(first[1:], starts.size), key_ids.ravel()[first]
+    before = np.arange(items)[:, None] * keys  # keys of the items before
+    order: Any = slice(None)
+    if (ids[1:] <= ids[:-1]).any():
+        order = np.argsort(ids, kind="stable")
+        ids = ids[order]
+        if (ids[1:] == ids[:-1]).any():
+            return None
+    if query_ids is key_ids:
+        sides = [np.repeat(side, end - first).reshape(items, keys) - before for side in (first, end)]
+        return sides[0], sides[1]
+    place = np.minimum(np.searchsorted(ids, query_ids), ids.size - 1)
+    sides = [np.where(ids[place] == query_ids, side[order][place] - before, 0) for side in (first, end)]
+    return sides[0], sides[1]
 
 
 def _add_segments(found: Structure, segments: Any, lead: tuple[int, ...], queries: int, keys: int) -> None:
     """Intervals of each query's segment, or the comparison of ids where the keys of an id are not contiguous."""
-    query_ids, key_ids = _segment_ids(segments, lead, queries, keys)
-    items = np.broadcast_shapes(query_ids.shape[:-1], key_ids.shape[:-1])
-    query_ids, key_ids = np.broadcast_to(query_ids, (*items, queries)), np.broadcast_to(key_ids, (*items, keys))
-    found.segments = np.zeros((*items, queries), np.intp), np.zeros((*items, queries), np.intp)
-    for item in np.ndindex(*items):
-        sides = _segment_intervals(query_ids[item], key_ids[item])
-        if sides is None:
-            found.segments, found.same_segment = None, query_ids[..., :, None] == key_ids[..., None, :]
-            return
-        found.segments[0][item], found.segments[1][item] = sides
+    ids = _segment_ids(segments, lead, queries, keys)
+    items = np.broadcast_shapes(*(some.shape[:-1] for some in ids))
+    each = _numbered(
+        [np.broadcast_to(some, items + some.shape[-1:]).reshape(math.prod(items), some.shape[-1]) for some in ids]
+    )
+    sides = _segment_intervals(each[0], each[-1])
+    if sides is None:
+        found.same_segment = ids[0][..., :, None] == ids[-1][..., None, :]
+    else:
+        found.segments = sides[0].reshape(*items, queries), sides[1].reshape(*items, queries)
 
 
 def segment_ids(lengths: ArrayLike | None = None, *, cu_seqlens: ArrayLike | None = None) -> Index:
@@ -250,7 +291,8 @@ def segment_ids(lengths: ArrayLike | None = None, *, cu_seqlens: ArrayLike | Non
     Returns
     -------
     ndarray of intp, shape (total,)
-        Token t belongs to sequence ids[t].
+        Token t belongs to sequence ids[t]. Batch items that are packed differently get one array of a row each,
+        ``np.stack([segment_ids(a), segment_ids(b)])``: a tuple would be a pair (query ids, key ids).
 
     Raises
     ------
@@ -267,7 +309,8 @@ def segment_ids(lengths: ArrayLike | None = None, *, cu_seqlens: ArrayLike | Non
     """
     if (lengths is None) == (cu_seqlens is None):
         raise ValueError("segment_ids: give either lengths or cu_seqlens")
-    given = np.asarray(lengths if lengths is not None else cu_seqlens)
+    name, value = ("lengths", lengths) if lengths is not None else ("cu_seqlens", cu_seqlens)
+    given = as_array("segment_ids", name, value)
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
         raise TypeError(
             f"segment_ids: got shape {given.shape} and dtype {given.dtype}; it must be integers on one axis"

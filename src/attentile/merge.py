@@ -1,4 +1,4 @@
-"""merge_attention(): attention over disjoint sets of keys, put together."""
+"""merge_attention(): one result from attention over disjoint sets of keys."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from .arguments import as_array
 from .outputs import AttentionResult
 from .partial import Partial
 from .storage import promoted
@@ -101,7 +102,11 @@ def merge_attention(parts: Iterable[Part] | Iterable[Partial]) -> AttentionResul
 
 
 def _merged(parts: list[Any]) -> Partial:
-    """Rows over all keys from rows over some of them, unfinished as they are."""
+    """Unfinished rows over all keys, from unfinished rows over some of them."""
+    parts = [
+        Partial(*(as_array("merge_attention", f"{x} of part {i}", y) for x, y in part._asdict().items()))
+        for i, part in enumerate(parts)
+    ]
     for i, part in enumerate(parts):
         for name, array, first in zip(Partial._fields, part, parts[0], strict=True):
             if array.shape != first.shape or array.dtype != first.dtype:
@@ -126,7 +131,10 @@ def _checked(pairs: list[Any]) -> tuple[list[Array], list[Array]]:
             raise TypeError(f"merge_attention: part {i} is a {type(pair).__name__}; it must be a pair (out, lse)")
         if pair[0] is None or pair[1] is None:
             raise TypeError(f"merge_attention: part {i} has no lse; call attention with return_lse=True")
-        out, lse = np.asarray(pair[0]), np.asarray(pair[1])
+        out, lse = (
+            as_array("merge_attention", f"{name} of part {i}", array)
+            for name, array in zip(("out", "lse"), pair, strict=False)
+        )
         has = f"merge_attention: part {i} has out {out.shape}"
         if out.ndim < 2 or lse.shape != out.shape[:-1]:
             raise ValueError(f"{has} and lse {lse.shape}; they must be (..., L, Dv) and (..., L)")

@@ -62,6 +62,13 @@ def why_indirect(given: Array, scores: Scores, v: Array) -> str:
     return ""
 
 
+class Totals(NamedTuple):
+    """What the statistics of the weights need of each row, without sinks: arrays of shape (..., Hq, L)."""
+
+    m: Array  # as of a Partial
+    total: Array  # its l, summed once more in float64
+
+
 class Outputs:
     """The arrays that a backend writes, in the dtype of the arithmetic and with the caller's axes; None: not wanted."""
 
@@ -83,26 +90,27 @@ class Outputs:
         self.lse = np.empty(rows, dtype) if wanted.get("return_lse") else None
         self.weights = np.zeros(scores.shape, dtype) if wanted.get("return_weights") else None
         self.partial = self._of_no_keys() if partial else None
+        self.totals: Totals | None = None  # for statistics, which set it
 
     def _of_no_keys(self) -> Partial:
         nothing = np.zeros(self.shape[:-1], self._scores.compute)
         return Partial(nothing - np.inf, nothing, np.zeros(self.shape, nothing.dtype))
 
     @property
-    def beside(self) -> bool:
-        """Whether anything is wanted beside the output."""
+    def has_more(self) -> bool:
+        """Whether anything but the output is wanted."""
         return any(array is not None for array in (self.lse, self.weights, self.partial))
 
     def without_values(self) -> Outputs:
-        """The same results beside an output of one column, which nobody looks at."""
-        twin = copy.copy(self)
-        twin.out = np.empty((*self.shape[:-1], 1), self._scores.compute)
+        """The same results, with an output of one column that is discarded."""
+        other = copy.copy(self)
+        other.out = np.empty((*self.shape[:-1], 1), self._scores.compute)
         if self.partial is not None:
-            twin.partial = self.partial._replace(o=np.empty_like(twin.out))
-        return twin
+            other.partial = self.partial._replace(o=np.empty_like(other.out))
+        return other
 
     def of_no_keys(self) -> None:
-        """The results of rows that see nothing here: 0, or what the keys before have left."""
+        """The results of rows that see no key here: 0, or what they know of earlier keys."""
         scores = self._scores
         before = self._of_no_keys() if scores.before is None else scores.before
         if self.lse is not None:

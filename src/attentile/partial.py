@@ -1,4 +1,4 @@
-"""Partial: the rows of a call that are not finished, because there are more keys elsewhere or later."""
+"""Partial: unfinished rows of a call, of which other keys are elsewhere or come later."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Array = NDArray[Any]
 
 
 class Partial(NamedTuple):
-    """What a row knows of the keys that it has seen, with nothing divided yet: `attention_partial` returns it.
+    """What rows know of the keys that they have seen, before the division: `attention_partial` returns it.
 
     Scores count in powers of 2: with t = score * log2(e),::
 
         m = max t        l = sum of 2^(t - m)        o = sum of 2^(t - m) v
 
-    so that the output is o / l and lse = (m + log2 l) ln 2. A row that has seen no key has m = -inf, l = 0, o = 0. No
-    sink is in it.
+    so that the output is o / l and lse = (m + log2 l) ln 2. A row that has seen no key has m = -inf, l = 0, o = 0.
+    Sinks are not included.
 
     Attributes
     ----------
@@ -33,10 +33,10 @@ class Partial(NamedTuple):
 
     Notes
     -----
-    A row that goes on (``attention(..., before=partial)``) after a multiple of 256 keys has the bits of one call over
-    all keys. Rows of any other length, and those that `merge_attention` joins, are exact to rounding. A row that has
-    seen nothing but scores of -inf is like one without a key: it is 0, and NaN only if the call that finishes it sees
-    such keys, too. Online softmax: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
+    A row that is continued (``attention(..., before=partial)``) after a multiple of 256 keys has the bits of one call
+    over all keys. Rows of any other length, and those that `merge_attention` joins, are right to rounding. A row that
+    has seen nothing but scores of -inf is like one without a key: it is 0, and NaN only if the call that finishes it
+    sees such keys, too. Online softmax: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
 
     Examples
     --------

@@ -99,6 +99,8 @@ def _slopes(value: Any, heads: int, dtype: np.dtype[Any]) -> Array | None:
 
 
 def _check_broadcast(name: str, array: Array, shape: tuple[int, ...]) -> None:
+    if array.shape == shape[max(0, len(shape) - array.ndim) :]:  # in most calls
+        return
     if len(shape) == 2 and array.ndim == 3 and array.shape[0] == 1:  # the one head of q, k, v without a head axis
         array = array[0]
     try:
@@ -136,31 +138,33 @@ def _bias(bias: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array | No
     return native(bias, dtype)
 
 
-def _lead(q: Array, k: Array, v: Array) -> tuple[int, ...]:
+def _lead(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> tuple[int, ...]:
     """The batch axes, after every check of the shapes of q, k, v (each with a head axis)."""
-    shapes = f"q has shape {q.shape}, k {k.shape}, v {v.shape}"
-    if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"attention: q has width {q.shape[-1]} and k has {k.shape[-1]}; they must be equal ({shapes})")
-    if q.shape[-1] == 0:
-        raise ValueError(f"attention: q and k have width 0; it must be at least 1 ({shapes})")
-    for axis, what in ((-2, "keys"), (-3, "heads")):
-        one, other = k.shape[axis], v.shape[axis]
-        if one != other:
-            raise ValueError(f"attention: k has {one} {what} and v has {other}; they must be equal ({shapes})")
-    q_heads, heads = q.shape[-3], k.shape[-3]
-    if q_heads and (heads == 0 or q_heads % heads):
-        raise ValueError(
-            f"attention: q has {q_heads} heads and k has {heads}; "
-            f"the number of q heads must be a multiple of the number of k heads ({shapes})"
-        )
-    try:
-        return np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
-    except ValueError:
-        raise ValueError(f"attention: the batch axes of q, k and v do not broadcast ({shapes})") from None
+    q_heads, _, width = q[-3:]
+    heads, keys, k_width = k[-3:]
+    if width != k_width:
+        wrong = f"q has width {width} and k has {k_width}; they must be equal"
+    elif width == 0:
+        wrong = "q and k have width 0; it must be at least 1"
+    elif keys != v[-2]:
+        wrong = f"k has {keys} keys and v has {v[-2]}; they must be equal"
+    elif heads != v[-3]:
+        wrong = f"k has {heads} heads and v has {v[-3]}; they must be equal"
+    elif q_heads and (heads == 0 or q_heads % heads):
+        number = "the number of q heads must be a multiple of the number of k heads"
+        wrong = f"q has {q_heads} heads and k has {heads}; {number}"
+    elif q[:-3] == k[:-3] == v[:-3]:  # in most calls; broadcast_shapes() takes as long as a small product
+        return q[:-3]
+    else:
+        try:
+            return np.broadcast_shapes(q[:-3], k[:-3], v[:-3])
+        except ValueError:
+            wrong = "the batch axes of q, k and v do not broadcast"
+    raise ValueError(f"attention: {wrong} (q has shape {q}, k {k}, v {v})")
 
 
 def _before(before: Any, shape: tuple[int, ...], width: int, dtype: np.dtype[Any]) -> Partial | None:
-    """The rows that are gone on from, in the dtype of the arithmetic."""
+    """The unfinished rows that this call continues, in the dtype of the arithmetic."""
     if before is None:
         return None
     if not isinstance(before, Partial):
@@ -185,15 +189,15 @@ class Scores:
 
     def __init__(self, q: Array, k: Array, v: Array, options: Mapping[str, Any], keep: bool = False) -> None:
         """keep: k and v only stand for shape and dtype of what a cache holds."""
-        for name, shape in (("q", q.shape), ("k", k.shape), ("v", v.shape)):
-            if len(shape) < 2:
-                raise ValueError(f"attention: {name} has shape {shape}; it needs at least two axes, (rows, width)")
+        if min(q.ndim, k.ndim, v.ndim) < 2:
+            name, shape = next((n, x.shape) for n, x in (("q", q), ("k", k), ("v", v)) if x.ndim < 2)
+            raise ValueError(f"attention: {name} has shape {shape}; it needs at least two axes, (rows, width)")
         self.drop = q.ndim == k.ndim == v.ndim == 2  # no array has a head axis, so the results have none
         self.compute, self.dtype = promoted("attention", q, k, v)
-        headed = [array[None] if array.ndim == 2 else array for array in (q, k, v)]
-        self.lead = _lead(*headed)
-        self.heads, self.queries, self.width = headed[0].shape[-3:]
-        self.kv_heads, self.keys = headed[1].shape[-3:-1]
+        shapes = [array.shape if array.ndim > 2 else (1, *array.shape) for array in (q, k, v)]
+        self.lead = _lead(*shapes)
+        self.heads, self.queries, self.width = shapes[0][-3:]
+        self.kv_heads, self.keys = shapes[1][-3:-1]
         rows = (self.queries,) if self.drop else (*self.lead, self.heads, self.queries)
         self.shape = (*rows, self.keys)  # of the scores, with the caller's axes
         self.scale = _factor(options.get("scale"), self.width, self.compute)
@@ -243,7 +247,7 @@ class Scores:
         return 0 in self.shape
 
     def without_values(self, v: Array) -> Array:
-        """A column of zeros in the place of values of width 0, for what is computed beside the output."""
+        """A column of zeros in place of values of width 0, for results other than the output."""
         if self.before is not None:
             self.before = self.before._replace(o=np.zeros((*self.shape[:-1], 1), self.compute))
         return np.zeros((*v.shape[:-1], 1), self.compute)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
-_NATIVE = ({np.dtype(np.float64)}, {np.dtype(np.float32)})
+_NATIVE = {np.dtype(np.float64), np.dtype(np.float32)}
 
 
 def is_floating(dtype: np.dtype[Any]) -> bool:
@@ -33,9 +33,9 @@ def _computed_in(dtype: np.dtype[Any], function: str) -> np.dtype[Any]:
 
 def promoted(function: str, *arrays: Array) -> tuple[np.dtype[Any], np.dtype[Any]]:
     """(dtype of the arithmetic, dtype of the result) for arrays that are used together."""
-    given = {array.dtype for array in arrays}
-    if given in _NATIVE:  # most calls; in a small one the rules below take longer than a product
-        dtype = np.dtype(arrays[0].dtype.type)
+    given = [array.dtype for array in arrays]
+    if given[0] in _NATIVE and given.count(given[0]) == len(given):  # most calls; the rules below take longer
+        dtype = np.dtype(given[0].type)
         return dtype, dtype
     for array in arrays:
         _computed_in(array.dtype, function)
@@ -48,15 +48,15 @@ def promoted(function: str, *arrays: Array) -> tuple[np.dtype[Any], np.dtype[Any
     return compute, compute if dtype.kind in "iub" else dtype.newbyteorder("=")
 
 
-def rounded(array: Array, dtype: np.dtype[Any], overflow: Literal["ignore"] | None = None) -> Array:
-    """The array in this dtype, rounded once; itself if it has it. Small numbers become subnormal or 0 without a word.
+def rounded(array: Array, dtype: np.dtype[Any]) -> Array:
+    """The array in this dtype, rounded once; itself if it has it.
 
-    That is what rounding to a dtype means, whatever np.seterr() says about the program around; only a finite number
-    that becomes Inf is NumPy's to report, unless `overflow` is to be ignored.
+    Small numbers become subnormal or 0 and large ones Inf silently: that is what rounding to a dtype means, whatever
+    np.seterr() says about the program around, and what the compiled core does.
     """
     if array.dtype == dtype:
         return array
-    with np.errstate(over=overflow, under="ignore", invalid="ignore"):
+    with np.errstate(all="ignore"):
         if array.dtype == np.float64 and dtype.name == "bfloat16":
             # Casts go through float32, so that comes first, rounded to odd: a last bit that is set wherever something
             # was lost keeps the second rounding from seeing a tie.
@@ -78,6 +78,9 @@ def native(array: Array, dtype: np.dtype[Any]) -> Array:
 
 def ready(array: Array, dtype: np.dtype[Any]) -> Array:
     """The same with the last axis contiguous."""
+    flags = array.flags
+    if array.dtype is dtype and flags.c_contiguous and flags.aligned:  # in most calls
+        return array
     array = native(array, dtype)
     if array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
         array = array.copy(order="C")

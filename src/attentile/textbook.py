@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .arguments import as_real, positive_index
+from .arguments import as_array, as_real, positive_index
 from .core import twin
 from .runtime import backend
 from .runtime.threads import get_num_threads
@@ -32,7 +32,7 @@ def _self_attention(
         found = core.textbook(Q, K, V, d_k, "causal" if causal else mask, MASKED_SCORE, None, get_num_threads())
         if found is not None:
             return found  # type: ignore[no-any-return]
-    q, k, v = (np.asarray(array) for array in (Q, K, V))
+    q, k, v = (as_array(function, name, array) for name, array in (("Q", Q), ("K", K), ("V", V)))
     lead = _batch_axes(function, q, k, v, causal)
     number = as_real(function, "d_k", d_k, "a positive number")
     if not 0 < number < math.inf:
@@ -197,11 +197,11 @@ def multi_head_attention(
     d_model, num_heads = positive_index(name, "d_model", d_model), positive_index(name, "num_heads", num_heads)
     if d_model % num_heads:
         raise ValueError(f"{name}: d_model is {d_model} and num_heads is {num_heads}; d_model must be a multiple of it")
-    x = np.asarray(x)
+    x = as_array(name, "x", x)
     if x.ndim < 2 or x.shape[-1] != d_model:
         raise ValueError(f"{name}: x has shape {x.shape}; it must be (..., L, d_model) with d_model = {d_model}")
     given = {"W_q": W_q, "W_k": W_k, "W_v": W_v, "W_o": W_o, "b_q": b_q, "b_k": b_k, "b_v": b_v, "b_o": b_o}
-    layer = {part: np.asarray(value) for part, value in given.items() if value is not None or part[0] == "W"}
+    layer = {part: as_array(name, part, value) for part, value in given.items() if value is not None or part[0] == "W"}
     for part, array in layer.items():
         shape = (d_model, d_model) if part[0] == "W" else (d_model,)
         if array.shape != shape:
@@ -209,16 +209,17 @@ def multi_head_attention(
     compute, dtype = promoted(name, x, *layer.values())
     rows, split = rounded(x, compute), (*x.shape[:-1], num_heads, d_model // num_heads)
     q, k, v = [_project(rows, layer, part).reshape(split).swapaxes(-2, -3) for part in "qkv"]
-    beside = np.empty(split, compute)  # the heads of a row side by side
-    _attend_heads(name, q, k, v, mask, beside.swapaxes(-2, -3))
-    return rounded(_project(beside.reshape(x.shape), layer, "o"), dtype)
+    joined = np.empty(split, compute)  # the heads of each row, concatenated
+    _attend_heads(name, q, k, v, mask, joined.swapaxes(-2, -3))
+    return rounded(_project(joined.reshape(x.shape), layer, "o"), dtype)
 
 
 def _project(x: Array, layer: dict[str, Array], part: str) -> Array:
     weight, bias = rounded(layer["W_" + part], x.dtype), layer.get("b_" + part)
-    # The call of dot costs half as much as that of @ and gives the same bits, but for one row.
-    projected: Array = x.dot(weight) if x.ndim == 2 and len(x) > 1 else x @ weight
-    return projected if bias is None else projected + rounded(bias, x.dtype)
+    with np.errstate(all="ignore"):  # as in the core, where no setting of NumPy counts
+        # The call of dot costs half as much as that of @ and gives the same bits, but for one row.
+        projected: Array = x.dot(weight) if x.ndim == 2 and len(x) > 1 else x @ weight
+        return projected if bias is None else projected + rounded(bias, x.dtype)
 
 
 def _attend_heads(function: str, q: Array, k: Array, v: Array, mask: ArrayLike | None, out: Array) -> None:
@@ -227,13 +228,15 @@ def _attend_heads(function: str, q: Array, k: Array, v: Array, mask: ArrayLike |
     if core is not None and core.textbook(q, k, v, d_k, mask, MASKED_SCORE, out, get_num_threads()) is not None:
         return
     allowed = _allowed(function, mask, (*q.shape[:-3], q.shape[-2], q.shape[-2]))
+    if not out.size:
+        return
     if core is None:
-        for *item, tile in np.ndindex(*q.shape[:-2], -(-q.shape[-2] // twin.TILE_ROWS)):
-            head, rows = tuple(item), slice(tile * twin.TILE_ROWS, (tile + 1) * twin.TILE_ROWS)
-            seen = None if allowed is None else allowed[(*head[:-1], rows)]
-            part = q[(*head, rows)], k[head], v[head]
-            out[(*head, rows)] = twin.textbook(*part, 1.0 / math.sqrt(d_k), seen, MASKED_SCORE)[0]
-    elif out.size:
+        for place in twin.places(q.shape[:-1], q.shape[-2]):
+            every = None if place is None else (*place[:-1], slice(None))
+            some = twin.cut(q, place), twin.cut(k, every), twin.cut(v, every)
+            seen = None if allowed is None else twin.cut(allowed[..., None, :, :], place)
+            twin.cut(out, place)[...] = twin.textbook(*some, 1.0 / math.sqrt(d_k), seen, MASKED_SCORE)[0]
+    else:
         core.textbook(q, k, v, d_k, allowed, MASKED_SCORE, out, get_num_threads())
 
 
@@ -241,7 +244,7 @@ def _allowed(function: str, mask: ArrayLike | None, scores: tuple[int, ...]) -> 
     """The mask as truth values of the shape of the scores."""
     if mask is None:
         return None
-    array = np.asarray(mask)
+    array = as_array(function, "mask", mask)
     if array.dtype.kind not in "biufc" and array.dtype.name != "bfloat16":
         raise TypeError(f"{function}: mask has dtype {array.dtype}; it must be numeric or bool, 0 = masked")
     try:

@@ -56,6 +56,7 @@ cdef struct Job:
     Strided q, k, v, out, mask, bias, weights, lse
     Partial before                              # where rows go on from; NULL: from nothing
     Partial after                               # where they are left
+    Strided total                               # [query] double: l with more digits, for statistics; NULL: not wanted
     Structure structure
     Py_ssize_t batch, kv_heads, group, queries, keys, width, value_width
     const double *slopes                        # [query head] of ALiBi, NULL: none
@@ -102,6 +103,7 @@ cdef struct Block:
     char *l
     char *slope                                 # [pitch] of each row, in units of log2(e)
     char *position                              # [pitch] of each row, relative to the first key of a run
+    double *total                               # [pitch] l with more digits
     char *tops                                  # [chunk][pitch] maximum of each chunk, if weights are wanted
     Py_ssize_t row_position[AT_MAX_ROWS]
     double row_sink[AT_MAX_ROWS]
@@ -113,6 +115,7 @@ cdef struct Block:
     char *out_rows[AT_MAX_ROWS]
     char *weight_rows[AT_MAX_ROWS]
     char *lse_rows[AT_MAX_ROWS]
+    char *total_rows[AT_MAX_ROWS]
     PartialRows before                          # where the rows go on from, and are left
     PartialRows after
 
@@ -129,6 +132,7 @@ cdef struct Shared:
     int n_ahead
     char *panels                                # few rows: AT_FEW_KEYS keys,
     char *sum                                   #   [pitch] sums of the weights of a chunk
+    double *total                               #   [pitch] and these with more digits
     char *values                                #   [row][few_pitch] and values of a chunk
 
 
@@ -192,14 +196,21 @@ cdef inline void bind_four(Strided *to, const void *data, Py_ssize_t *strides) n
 # ---------------------------------------------------------------------------------------------------------------
 # Division of work and scratch
 # ---------------------------------------------------------------------------------------------------------------
+cdef bint is_small(const Job *job) noexcept nogil:
+    """Whether a second thread would cost more than it gives."""
+    cdef double heads = <double> job.batch * job.kv_heads
+    cdef double per_head = <double> job.keys * (job.width + job.value_width)
+    return (2 * heads * job.group * job.queries * per_head < SERIAL_FLOPS
+            and heads * per_head * job.tiles.itemsize < SERIAL_BYTES)
+
+
 cdef int divide(Job *job, int threads) noexcept nogil:
     """Sets the block and task sizes and returns the number of threads that work.
 
     TASK_ROWS rows share a visit of a chunk unless threads would be short of tasks.
     """
     cdef Py_ssize_t rows = job.group * job.queries, heads = job.batch * job.kv_heads, blocks, share
-    cdef double scores = <double> heads * <double> rows * <double> job.keys, widths = job.width + job.value_width
-    if 2 * scores * widths < SERIAL_FLOPS and scores / rows * widths * job.tiles.itemsize < SERIAL_BYTES:
+    if is_small(job):
         threads = 1
     job.block_rows = job.tiles.max_vectors * job.tiles.lanes
     choose_few(job, rows, heads, threads)
@@ -240,13 +251,14 @@ cdef void size_scratch(Job *job) noexcept nogil:
     cdef Py_ssize_t chunks = chunks_before(job.keys) if job.weights.data != NULL else 0
     cdef Py_ssize_t values = aligned(max(rows * job.value_width, job.block_rows * job.few_pitch) * item)
     job.block_bytes = (aligned(sizeof(Block)) + aligned(rows * job.width * item) + values
-                       + (ROW_BUFFERS + chunks) * aligned(rows * item))
+                       + (ROW_BUFFERS + chunks) * aligned(rows * item) + aligned(rows * sizeof(double)))
     job.scratch_per_slot = (aligned(sizeof(Shared)) + aligned(AT_CHUNK * rows * item) + 4 * aligned(rows * item)
                             + aligned(WORDS * rows * sizeof(uint32_t)) + job.blocks_per_task * job.block_bytes)
     if job.few:
         job.scratch_per_slot += (aligned(AT_FEW_KEYS * job.width * item) + aligned(rows * item)
-                                 + aligned(job.block_rows * job.few_pitch * item))
-        job.partial_bytes = AT_ALIGN + 2 * aligned(rows * item) + aligned(job.block_rows * job.few_pitch * item)
+                                 + aligned(job.block_rows * job.few_pitch * item) + aligned(rows * sizeof(double)))
+        job.partial_bytes = (AT_ALIGN + 2 * aligned(rows * item) + aligned(job.block_rows * job.few_pitch * item)
+                             + aligned(rows * sizeof(double)))
         job.partials_per_head = chunks_before(job.keys) if job.parts > 1 else 0
 
 
@@ -382,6 +394,7 @@ cdef void open_block(const Job *job, Block *block, char *free_bytes, Py_ssize_t 
     block.l = take(&free_bytes, block.pitch * item)
     block.slope = take(&free_bytes, block.pitch * item)
     block.position = take(&free_bytes, block.pitch * item)
+    block.total = <double *> take(&free_bytes, block.pitch * sizeof(double))
     block.tops = free_bytes
     head, i = kv_head * job.group + start // job.queries, start % job.queries
     point_rows(job, block.q_rows, &job.q, b, head, i, block.n_rows)
@@ -390,6 +403,7 @@ cdef void open_block(const Job *job, Block *block, char *free_bytes, Py_ssize_t 
     point_rows(job, block.bias_rows, &job.bias, b, head, i, block.n_rows)
     point_rows(job, <const char **> block.weight_rows, &job.weights, b, head, i, block.n_rows)
     point_rows(job, <const char **> block.lse_rows, &job.lse, b, head, i, block.n_rows)
+    point_rows(job, <const char **> block.total_rows, &job.total, b, head, i, block.n_rows)
     point_partial(job, &block.before, &job.before, b, head, i, block.n_rows)
     point_partial(job, &block.after, &job.after, b, head, i, block.n_rows)
     find_intervals(job, block, b, i)
@@ -403,6 +417,7 @@ cdef void start_rows(const Job *job, Block *block) noexcept nogil:
     block.excludes = False
     fill_reals(block.m, item, block.pitch, -INFINITY)
     fill_reals(block.l, item, block.pitch, 0)
+    memset(block.total, 0, block.pitch * sizeof(double))
     if job.before.m.data == NULL:
         return
     block.first = False
@@ -472,6 +487,7 @@ cdef Shared *open_shared(const Job *job, char **free_bytes) noexcept nogil:
     if job.few:
         shared.panels = take(free_bytes, AT_FEW_KEYS * job.width * item)
         shared.sum = take(free_bytes, rows * item)
+        shared.total = <double *> take(free_bytes, rows * sizeof(double))
         shared.values = take(free_bytes, job.block_rows * job.few_pitch * item)
         fill_reals(shared.sum, item, rows, 0)       # lanes that are no rows
     return shared

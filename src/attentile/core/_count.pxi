@@ -57,43 +57,54 @@ cdef uint32_t without_bias(Counts *counts, const char *bias, Py_ssize_t column, 
     return seen
 
 
-cdef void count_chunk(Counting *counting, const Block *block, const Shared *shared, Py_ssize_t chunk, Py_ssize_t start,
-                      Py_ssize_t stop) noexcept nogil:
-    """A chunk of which the pass visits the keys chunk + start .. chunk + stop."""
-    cdef const Job *job = counting.job
-    cdef Counts *counts = &counting.counts
-    cdef Py_ssize_t pitch = block.n_rows if job.few else block.pitch, column = job.bias.column
-    cdef Py_ssize_t w, r, n, pairs = 0, scored = 0
-    cdef bint whole = not block.masked and block.all_lo <= chunk + start and chunk + stop <= block.all_hi
+cdef Py_ssize_t count_words(Counts *counts, const Job *job, const Block *block, const Shared *shared,
+                            const Run *run, Py_ssize_t *scored) noexcept nogil:
+    """Pairs of a run of keys, word by word; *scored: keys of those words that are not skipped. kind ALL: no words."""
+    cdef Py_ssize_t column = job.bias.column, w, r, n, pairs = 0
     cdef uint32_t seen
-    for w in range(start // AT_WORD, (stop + AT_WORD - 1) // AT_WORD):
-        n = min(<Py_ssize_t> AT_WORD, stop - w * AT_WORD)
-        if not whole and shared.kinds[w] == NONE:
+    scored[0] = 0
+    for w in range(run.start // AT_WORD, (run.stop + AT_WORD - 1) // AT_WORD):
+        n = min(<Py_ssize_t> AT_WORD, run.stop - w * AT_WORD)
+        if run.kind != ALL and shared.kinds[w] == NONE:
             continue
-        scored += n
-        for r in range(block.n_rows):           # whole: there may be no words
-            seen = interval_word(0, n) if whole else shared.words[w * block.pitch + r]
+        scored[0] += n
+        for r in range(block.n_rows):
+            seen = interval_word(0, n) if run.kind == ALL else shared.words[w * block.pitch + r]
             if job.bias.data != NULL:
-                seen = without_bias(counts, block.bias_rows[r] + (chunk + w * AT_WORD) * column, column,
+                seen = without_bias(counts, block.bias_rows[r] + (run.chunk + w * AT_WORD) * column, column,
                                     job.tiles.itemsize, seen)
             pairs += popcount(seen)
+    return pairs
+
+
+cdef void count_chunk(Counting *counting, const Block *block, const Shared *shared, Run *run) noexcept nogil:
+    """A chunk of which the pass visits the keys run.chunk + run.start .. run.chunk + run.stop."""
+    cdef const Job *job = counting.job
+    cdef Counts *counts = &counting.counts
+    cdef Py_ssize_t pitch = block.n_rows if job.few else block.pitch, n = run.stop - run.start
+    cdef Py_ssize_t pairs = block.n_rows * n, scored = n
+    run.kind = ALL if sees_all(block, run.chunk + run.start, run.chunk + run.stop) else MIXED
+    if run.kind != ALL or job.bias.data != NULL:
+        pairs = count_words(counts, job, block, shared, run, &scored)
     counts.chunks_visited += 1
     counts.chunks_idle += pairs == 0
     counts.pairs += pairs
-    counts.executed_flops += 2 * pitch * (scored * job.width + (stop - start) * job.value_width)
+    counts.executed_flops += 2 * pitch * (scored * job.width + n * job.value_width)
 
 
 cdef void count_head(Counting *counting, Block *block, Shared *shared, char *free_bytes, Py_ssize_t b,
                      Py_ssize_t head) noexcept nogil:
     """All blocks of one key head."""
     cdef const Job *job = counting.job
-    cdef Py_ssize_t first = 0, c, start, stop
+    cdef Py_ssize_t first = 0, c
+    cdef Run run
     while first < job.group * job.queries:
         open_block(job, block, free_bytes, b, head, first)
         for c in range(block.lo // AT_CHUNK, chunks_before(block.hi)):
-            if score_chunk(job, block, shared, key_chunk(job, b, head, c), value_chunk(job, b, head, c), c * AT_CHUNK,
-                           &start, &stop):
-                count_chunk(counting, block, shared, c * AT_CHUNK, start, stop)
+            run.chunk = c * AT_CHUNK
+            if score_chunk(job, block, shared, key_chunk(job, b, head, c), value_chunk(job, b, head, c), run.chunk,
+                           &run.start, &run.stop):
+                count_chunk(counting, block, shared, &run)
         first += job.block_rows
 
 

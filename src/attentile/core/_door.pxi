@@ -170,6 +170,12 @@ cdef int take_result(Call *call, Strided *to, array, Py_ssize_t columns) except 
     return 0
 
 
+cdef int take_totals(Call *call, Strided *to, array) except -1:
+    """Sums of rows, in double."""
+    bind_result_rows(call, to, borrow(&call.batch, array))
+    return 0
+
+
 cdef int take_outputs(Call *call, outputs) except -1:
     cdef Job *job = &call.job
     take_result(call, &job.out, outputs.out, job.value_width)
@@ -180,6 +186,10 @@ cdef int take_outputs(Call *call, outputs) except -1:
         take_result(call, &job.after.m, m, -1)
         take_result(call, &job.after.l, l, -1)
         take_result(call, &job.after.o, o, job.value_width)
+    if outputs.totals is not None:
+        m, total = outputs.totals
+        take_result(call, &job.after.m, m, -1)
+        take_totals(call, &job.total, total)
     return 0
 
 
@@ -219,11 +229,12 @@ cdef int take_statistics(Call *call, Stats *stats, found) except -1:
     return 0
 
 
-def stats(scores, v, m, l, found, int threads):
-    """Second pass over checked values, none of them empty, with the m and l (..., Hq, L) that the first one left.
+def stats(scores, v, totals, found, int threads):
+    """Second pass over checked values, none of them empty, with the Totals (outputs.py) that the first one left.
 
-    found (inspection/stats.py): entropy, largest (..., Hq, L), received (..., Hq, S) zeroed, top_weights zeroed and
-    top_keys filled with -1 (..., Hq, L, k), rows (..., Hq, n, S) zeroed with chosen (L,): index into rows, or -1.
+    found (inspection/stats.py): entropy, largest (..., Hq, L), received (..., Hq, S) in float64 and zeroed, top_weights
+    zeroed and top_keys filled with -1 (..., Hq, L, k), rows (..., Hq, n, S) zeroed with chosen (L,): index into rows,
+    or -1.
     """
     cdef Call call
     cdef Stats stats
@@ -234,8 +245,9 @@ def stats(scores, v, m, l, found, int threads):
     stats.job = &call.job
     try:
         take_scores(&call, scores, options, intervals, v)
+        m, total = totals
         take_result(&call, &stats.m, m, -1)
-        take_result(&call, &stats.l, l, -1)
+        take_totals(&call, &stats.total, total)
         take_statistics(&call, &stats, found)
         run_call(&call, run_statistics, &stats, threads)
     finally:

@@ -18,6 +18,7 @@ cdef struct Part:                               # what one chunk gives
     char *top                                   # [pitch] maximum of the scores
     char *sum                                   # [pitch] sum of the weights
     char *values                                # [row][few_pitch]
+    double *total                               # [row] sum with more digits, if wanted
 
 
 cdef void score_few(const Job *job, Block *block, Shared *shared, const char *k, const char *v,
@@ -43,7 +44,8 @@ cdef void score_few(const Job *job, Block *block, Shared *shared, const char *k,
         if job.slopes != NULL:
             tiles.few_alibi(s, real_at(block.slope + r * item, item), <double> (block.row_position[r] - key), n)
         if run.kind == MIXED:
-            tiles.few_exclude(s, shared.words + start // AT_WORD * block.pitch + r, block.pitch, n)
+            tiles.few_exclude(s, shared.words + start // AT_WORD * block.pitch + r, block.pitch, n,
+                              -INFINITY)
         s += AT_CHUNK * item
 
 
@@ -52,6 +54,7 @@ cdef inline Part own_part(Shared *shared) noexcept nogil:
     part.top = shared.top
     part.sum = shared.sum
     part.values = shared.values
+    part.total = shared.total
     return part
 
 
@@ -63,7 +66,8 @@ cdef inline Part part_at(const Job *job, Py_ssize_t head, Py_ssize_t c, char **v
     visited[0] = p
     part.top = p + AT_ALIGN
     part.sum = part.top + reals
-    part.values = part.sum + reals
+    part.total = <double *> (part.sum + reals)
+    part.values = part.sum + reals + aligned(largest_pitch(job) * <Py_ssize_t> sizeof(double))
     return part
 
 
@@ -75,8 +79,11 @@ cdef void weigh_few(const Job *job, Block *block, Shared *shared, Part part, con
     cdef char *s = shared.st + run.start * item
     v += run.start * job.v.row
     for r in range(block.n_rows):
-        set_real(part.top + r * item, item, tiles.few_softmax(s + r * AT_CHUNK * item, n, careful))
+        set_real(part.top + r * item, item, tiles.few_softmax(s + r * AT_CHUNK * item, n))
+        if job.total.data != NULL:
+            part.total[r] = tiles.few_total(s + r * AT_CHUNK * item, n)
     if careful:
+        mark_excluded(job, block, shared, run.chunk, run.start, run.stop)
         tiles.few_values_marked(part.values, part.sum, s, block.n_rows, v, job.v.row, job.value_width, n)
     else:
         tiles.few_values(part.values, part.sum, s, block.n_rows, v, job.v.row, job.value_width, n, ahead,
@@ -86,6 +93,9 @@ cdef void weigh_few(const Job *job, Block *block, Shared *shared, Part part, con
 cdef void merge_part(const Job *job, Block *block, Shared *shared, Part part) noexcept nogil:
     cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, r, row = job.few_pitch * item
     job.tiles.few_merge(part.top, part.sum, block.m, block.l, shared.alpha, shared.beta, block.vectors)
+    for r in range(block.n_rows if job.total.data != NULL else 0):
+        block.total[r] = (real_at(shared.alpha + r * item, item) * block.total[r]
+                          + real_at(shared.beta + r * item, item) * part.total[r])
     if block.first:
         memcpy(block.ot, part.values, block.n_rows * row)
     else:
@@ -124,14 +134,15 @@ cdef void visit_few(const Job *job, Block *block, Shared *shared, Py_ssize_t b, 
         first, end = first + n * part // job.parts, first + n * (part + 1) // job.parts
     job.tiles.few_pack(block.qt, block.q_rows, block.n_rows, job.width, job.factor)
     for c in range(first, end):
+        run.chunk = c * AT_CHUNK
         v = value_chunk(job, b, head, c)
         if whole:
-            if score_chunk(job, block, shared, key_chunk(job, b, head, c), v, c * AT_CHUNK, &run.start, &run.stop):
+            if score_chunk(job, block, shared, key_chunk(job, b, head, c), v, run.chunk, &run.start, &run.stop):
                 weigh_few(job, block, shared, own, v, &run, keys_ahead(job, b, head, c, end), careful)
                 merge_part(job, block, shared, own)
             continue
         there = part_at(job, b * job.kv_heads + head, c, &visited)
-        visited[0] = score_chunk(job, block, shared, key_chunk(job, b, head, c), v, c * AT_CHUNK, &run.start, &run.stop)
+        visited[0] = score_chunk(job, block, shared, key_chunk(job, b, head, c), v, run.chunk, &run.start, &run.stop)
         if visited[0]:
             memcpy(there.top, shared.top, block.pitch * job.tiles.itemsize)      # lanes that are no rows: -inf and 0
             memcpy(there.sum, shared.sum, block.pitch * job.tiles.itemsize)

@@ -20,6 +20,14 @@ cdef extern from "kernels/kernels.h" nogil:
         const char *data
         Py_ssize_t stride, n_rows, offset, bytes
 
+    ctypedef struct at_top:
+        void *values
+        Py_ssize_t *keys
+        Py_ssize_t n, k, room
+        double limit
+
+    Py_ssize_t AT_TOP_SCRATCH(Py_ssize_t room)
+
     ctypedef struct at_tiles:
         size_t itemsize
         int lanes
@@ -38,7 +46,7 @@ cdef extern from "kernels/kernels.h" nogil:
         void (*exclude)(void *st, void *running_max, const uint32_t *words, int vectors, Py_ssize_t keys,
                         double fill) noexcept nogil
         void (**softmax)(void *st, Py_ssize_t keys, const void *chunk_max, void *m, void *l, void *alpha,
-                         void *beta, int mark) noexcept nogil
+                         void *beta) noexcept nogil
         void (**values)(void *ot, const void *st, const char *v, Py_ssize_t v_stride, Py_ssize_t width,
                         Py_ssize_t keys, const void *alpha, const void *beta, int first) noexcept nogil
         void (*values_marked)(void *ot, const void *st, const char *v, Py_ssize_t v_stride, Py_ssize_t width,
@@ -56,8 +64,9 @@ cdef extern from "kernels/kernels.h" nogil:
                            Py_ssize_t width, Py_ssize_t keys, const char *ahead, Py_ssize_t ahead_stride) noexcept nogil
         void (*few_bias)(void *s, const char *bias, Py_ssize_t key_stride, Py_ssize_t keys) noexcept nogil
         void (*few_alibi)(void *s, double slope, double position, Py_ssize_t keys) noexcept nogil
-        void (*few_exclude)(void *s, const uint32_t *words, Py_ssize_t pitch, Py_ssize_t keys) noexcept nogil
-        double (*few_softmax)(void *s, Py_ssize_t keys, int mark) noexcept nogil
+        void (*few_exclude)(void *s, const uint32_t *words, Py_ssize_t pitch, Py_ssize_t keys,
+                            double fill) noexcept nogil
+        double (*few_softmax)(void *s, Py_ssize_t keys) noexcept nogil
         void (*few_values)(void *o, void *l, const void *s, Py_ssize_t n_rows, const char *v, Py_ssize_t v_stride,
                            Py_ssize_t width, Py_ssize_t keys, const char *ahead, Py_ssize_t ahead_stride) noexcept nogil
         void (*few_values_marked)(void *o, void *l, const void *s, Py_ssize_t n_rows, const char *v,
@@ -66,10 +75,14 @@ cdef extern from "kernels/kernels.h" nogil:
                           int vectors) noexcept nogil
         void (*few_blend)(void *o, const void *chunk, Py_ssize_t n, double alpha, double beta) noexcept nogil
         void (*few_store)(char *row, const void *o, Py_ssize_t width, double factor) noexcept nogil
-        void (*measure)(void *st, Py_ssize_t keys, const void *m, const void *log_l, const void *inverse, void *entropy,
-                        void *largest, void *received, int vectors) noexcept nogil
-        void (*keep_top)(const void *row, Py_ssize_t n, Py_ssize_t first_key, Py_ssize_t k, void *values,
-                         Py_ssize_t *keys) noexcept nogil
+        void (*add_totals)(double *totals, const void *st, Py_ssize_t keys, const void *alpha, const void *beta,
+                           int vectors) noexcept nogil
+        double (*few_total)(const void *s, Py_ssize_t keys) noexcept nogil
+        void (*measure)(void *st, Py_ssize_t keys, const void *m, const void *inverse, double *rest, double *moment,
+                        int vectors) noexcept nogil
+        void (*add_rows)(double *sum, const char **rows, Py_ssize_t n_rows, Py_ssize_t keys) noexcept nogil
+        void (*keep_top)(at_top *top, const void *row, Py_ssize_t n, Py_ssize_t first_key, void *scratch) noexcept nogil
+        void (*store_top)(at_top *top, void *values, Py_ssize_t *keys, void *scratch) noexcept nogil
         double (*fma_peak)(Py_ssize_t rounds) noexcept nogil
         double (*read)(const void *data, Py_ssize_t n) noexcept nogil
 
@@ -125,3 +138,7 @@ cdef extern from "kernels/kernels.h" nogil:
     void at_narrow_f16(uint16_t *to, const float *source, Py_ssize_t n)
     void at_narrow_bf16(uint16_t *to, const float *source, Py_ssize_t n)
     int at_mask_run(const char *row, Py_ssize_t key_stride, Py_ssize_t keys, Py_ssize_t *lo, Py_ssize_t *hi)
+
+cdef extern from "kernels/guard.h" nogil:
+    int at_guard_enter(int *users, int change)
+    void at_guard_leave(int *users, int change)

@@ -217,7 +217,7 @@ def rotate(x, y, turn, positions, long long first, int threads):
     memset(&job, 0, sizeof(Rotary))
     job.angles = active.angles
     job.first = first
-    job.pairs, job.neighbours = turn.pairs, turn.neighbours
+    job.pairs, job.neighbours = turn.pairs, turn.interleaved
     job.cosine_factor, job.sine_factor = turn.cosine_factor, turn.sine_factor
     if positions is not None:
         at_positions = positions

@@ -1,17 +1,21 @@
 """The same attention in plain NumPy: the fallback without the compiled core, and the oracle of its tests.
 
-One (batch, head) slice and TILE_ROWS queries at a time, so the scores take TILE_ROWS x S numbers and no more:
+A block of scores is computed at a time: of all items and heads where they are small, of some rows of one head where
+they are large. So memory is bounded, and NumPy is called rarely. The steps of a block:
 
     1. scores   s = scale * q k^T, then softcap, bias, ALiBi, score_mod
     2. mask     not allowed -> -inf
-    3. softmax  p = exp(s - max); its sum is kept apart
-    4. values   o = p v, in which a value that a row may not see is left out, even if it is NaN or Inf
+    3. softmax  p = exp(s - m) with the maximum m of the row; its sum is kept apart
+    4. values   o = p v
 
-attend(), stats() and explain() take what the compiled ones take (_core.pyi).
+A value that a row may not see must not reach it, even if it is NaN or Inf. The steps for that are taken only where a
+result is not finite. attend(), stats() and explain() take what the compiled ones take (_core.pyi).
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -22,85 +26,246 @@ from numpy.typing import NDArray
 from .constants import LOG2E
 
 Array = NDArray[Any]
+Place = tuple[slice, ...]
 
-TILE_ROWS = 256
+_BLOCK = 2**17  # scores, which stay in a second-level cache from one step to the next
+_LEAST_ROWS = 64  # of a group, if there are so many: products of fewer rows wait for the keys
+_FEW_KEYS = 64  # it takes longer to find those that no row sees than to compute all
+_EVERY = slice(None)
+_LOWEST = {np.dtype(real).itemsize: np.finfo(real).min for real in (np.float32, np.float64)}
+
+
+def places(shape: tuple[int, ...], row: int, group: int = 1) -> Iterator[Place | None]:
+    """Where the blocks of an array (..., heads, rows) lie, whose rows are `row` numbers each; None: it is one block.
+
+    group: so many heads stay together.
+    """
+    if math.prod(shape) * row <= _BLOCK:
+        yield None
+        return
+    *items, heads, rows = shape
+    sizes, step = (*items, heads // group, rows), row * group
+    steps: list[int] = []
+    least = -(-_LEAST_ROWS // group)
+    for n in reversed(sizes):
+        steps.append(min(n, max(least, _BLOCK // step)))
+        step, least = step * steps[-1], 1
+    axes = [
+        [(at, min(at + step, n)) for at in range(0, n, step)] for n, step in zip(sizes, reversed(steps), strict=True)
+    ]
+    axes[-2] = [(first * group, end * group) for first, end in axes[-2]]
+    for sides in itertools.product(*axes):
+        yield tuple(slice(*side) for side in sides)
+
+
+def cut(array: Array, place: Place | None, tail: int = 1) -> Array:
+    """What an array (..., heads, rows, ...), with `tail` axes after the rows, holds at a place.
+
+    It may lack axes in front, and one of length one holds the same everywhere.
+    """
+    if place is None:
+        return array
+    sides = place[len(place) - array.ndim + tail :]
+    return array[tuple(side if n > 1 else _EVERY for side, n in zip(sides, array.shape, strict=False))]
+
+
+# ---- scores ----
+
+
+class _Block(NamedTuple):
+    """The scores of one block, (..., heads, rows, keys), -inf for each key that is excluded."""
+
+    place: Place | None
+    keys: slice  # no row sees a key outside
+    scores: Array
+    excluded: list[tuple[slice, Array]]  # some of these keys, and where they are excluded; it broadcasts to the scores
+
+    def allowed(self) -> Array:
+        """Which of the keys the rows may see."""
+        return _allowed(self.scores.shape, self.excluded)
 
 
 class _Rows(NamedTuple):
-    """What the rows of one tile know of their keys; natural units. Rows without a key: -inf, 0, 0."""
+    """What the rows of one block know of their keys; natural units."""
 
-    top: Array  # (rows, 1) largest score
-    total: Array  # (rows, 1) sum of exp(score - top)
-    values: Array  # (rows, Dv) sum of the values with these weights
+    m: Array  # (..., rows, 1) largest score, but the lowest finite number instead of -inf
+    total: Array  # (..., rows, 1) sum of exp(score - m)
+    values: Array  # (..., rows, Dv) sum of the values with these weights
+    full: bool = True  # no total is 0
 
 
-class _Tiles:
-    """The scores of one call, a tile at a time. Arrays have every batch axis and all heads, by broadcasting."""
+class _Blocks:
+    """The blocks of one call. Its arrays have the axes that the caller gave them; drop: there is no axis of heads."""
 
     def __init__(self, scores: Any) -> None:
-        self.source = scores
-        self.group = scores.heads // scores.kv_heads
-        shape = (*scores.lead, scores.heads, scores.queries, scores.keys)
-        self.q = headed(scores.q, scores.lead)
-        self.k = headed(scores.k, scores.lead)
-        self.mask = None if scores.mask is None else np.broadcast_to(scores.mask, shape)
-        self.bias = None if scores.bias is None else np.broadcast_to(scores.bias, shape)
-        intervals = scores.structure.intervals(scores.queries, scores.keys)
-        rows = (*scores.lead, scores.queries)
-        self.intervals = None if intervals is None else [np.broadcast_to(side, rows) for side in intervals]
-        self.start = np.broadcast_to(scores.structure.start(scores.queries, scores.keys), scores.lead)
+        self.source, self.drop = scores, scores.drop
+        self.group = scores.heads // max(scores.kv_heads, 1)
+        self.q = scores.q if scores.q.ndim > 2 or self.drop else scores.q[None]
+        axes = self.q.shape[:-3], scores.k.shape[:-3]
+        self.narrow = scores.lead not in axes and np.broadcast_shapes(*axes) != scores.lead  # scores lack batch axes
+        self.intervals = scores.structure.intervals(scores.queries, scores.keys)
+        self.errors: Any = None if scores.score_mod is None else np.geterr()
 
-    def __iter__(self) -> Iterator[tuple[int, tuple[int, ...], int, slice]]:
-        """(number of the item, its index, head, rows) of each tile."""
-        tiles = -(-self.source.queries // TILE_ROWS)
-        for b, item in enumerate(np.ndindex(*self.source.lead)):
-            for h, tile in np.ndindex(self.source.heads, tiles):
-                yield b, item, h, slice(tile * TILE_ROWS, min((tile + 1) * TILE_ROWS, self.source.queries))
+    def places(self) -> Iterator[Place | None]:
+        """Of each block."""
+        source = self.source
+        return places((*source.lead, source.heads, source.queries), source.keys, self.group)
 
-    def allowed(self, item: tuple[int, ...], h: int, rows: slice) -> Array:
-        """Which keys (columns) the queries (rows) may see, before the bias is looked at."""
-        j = np.arange(self.source.keys)
-        allowed = np.ones((rows.stop - rows.start, j.size), bool)
-        if self.intervals is not None:
-            lo, hi = (side[item][rows, None] for side in self.intervals)
-            allowed &= (j >= lo) & (j < hi)
-        if self.mask is not None:
-            allowed &= self.mask[item][h, rows]
-        return allowed
+    def numbers(self, place: Place | None) -> list[range]:
+        """Those of the items, heads and rows at a place."""
+        sizes = (*self.source.lead, self.source.heads, self.source.queries)
+        return [range(n)[side] for n, side in zip(sizes, place or [_EVERY] * len(sizes), strict=True)]
 
-    def tile(self, b: int, item: tuple[int, ...], h: int, rows: slice) -> tuple[Array, Array]:
-        """Final scores of some queries of one head, and which of them are allowed."""
-        source, real = self.source, self.q.dtype.type
-        i, j = np.arange(rows.start, rows.stop)[:, None], np.arange(source.keys)[None]
-        allowed = self.allowed(item, h, rows)
-        with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-            scores = (self.q[item][h, rows] * real(source.scale)) @ self.k[item][h // self.group].T
-            if source.softcap is not None:
-                scores = _capped(scores, source.softcap)
-            if self.bias is not None:
-                bias = self.bias[item][h, rows]
-                allowed &= bias != -np.inf
-                scores = scores + bias
-            if source.slopes is not None:
-                distance = np.abs(self.start[item] + i - j).astype(self.q.dtype)
-                scores = scores - real(source.slopes[h]) * distance
+    def shape(self, place: Place | None) -> tuple[int, ...]:
+        """How many rows there are, with the axes of the results."""
+        return tuple(map(len, self.numbers(place)))[self.drop :]
+
+    def by_key_head(self, array: Array, place: Place | None, keys: slice) -> Array:
+        """Keys or values of a block: (..., key heads, keys, width)."""
+        if place is not None:
+            *items, heads, _ = place
+            array = cut(array, (*items, slice(heads.start // self.group, heads.stop // self.group), keys))
+        elif keys is not _EVERY:
+            array = array[..., keys, :]
+        return array
+
+    def by_head(self, array: Array, place: Place | None) -> Array:
+        """(heads, 1, 1) of a number per head."""
+        return array if self.drop else cut(array[:, None, None], place)
+
+    def by_row(self, array: Array, place: Place | None) -> Array:
+        """(..., 1, rows, 1) of a number per row that all heads share, (rows, 1) if all items share it, too."""
+        array = array[..., None] if array.ndim == 1 else array[..., None, :, None]
+        return cut(array, place)
+
+    def product(self, rows: Array, shared: Array) -> Array:
+        """rows (..., heads, rows, n) @ shared (..., key heads, n, m): the heads of a group are rows of one product."""
+        if self.group == 1:
+            return rows @ shared
+        *items, heads, count, n = rows.shape
+        found = rows.reshape(*items, heads // self.group, self.group * count, n) @ shared
+        return found.reshape(*found.shape[:-3], heads, count, found.shape[-1])
+
+    def block(self, place: Place | None) -> _Block:
+        """Steps 1 and 2."""
+        source = self.source
+        keys, excluded = self.exclusions(place)
+        q = np.multiply(cut(self.q, place), self.q.dtype.type(source.scale), order="C")
+        scores = self.product(q, self.by_key_head(source.k, place, keys).swapaxes(-1, -2))
+        if self.narrow:
+            scores = np.broadcast_to(scores, self.shape(place) + scores.shape[-1:]).copy()
+        if source.softcap is not None:
+            _cap(scores, source.softcap)
+        if source.bias is not None:
+            bias = self.by_score(source.bias, place, keys)
+            scores += bias
+            if not bias.min() > -np.inf:
+                excluded.append((_EVERY, bias == -np.inf))
+        if source.slopes is not None:
+            scores -= self.distance(place, keys)
         if source.score_mod is not None:
-            scores = _modified(source.score_mod(scores, b, h, i, j), scores)
-            allowed &= scores != -np.inf
-        return scores, allowed
+            self.modify(scores, place)
+            excluded.append((_EVERY, scores == -np.inf))
+        for some, where in excluded:
+            _exclude(scores[..., some], where)
+        return _Block(place, keys, scores, excluded)
+
+    def by_score(self, array: Array, place: Place | None, keys: slice) -> Array:
+        """The part of a mask or a bias."""
+        if self.drop and array.ndim == 3:
+            array = array[0]
+        array = cut(array, place)
+        return array[..., keys] if array.shape[-1:] > (1,) else array
+
+    def exclusions(self, place: Place | None) -> tuple[slice, list[tuple[slice, Array]]]:
+        """The keys of a block, and what structure and mask exclude of them."""
+        source = self.source
+        keys, excluded = _EVERY, []
+        if self.intervals is not None:
+            lo, hi = (self.by_row(side, place) for side in self.intervals)
+            if source.score_mod is None and source.keys > _FEW_KEYS:
+                keys = _seen(lo, hi)
+                excluded = _outside(lo, hi, keys)
+            else:  # score_mod gets every key
+                excluded = [(_EVERY, _beyond(lo, hi, 0, source.keys))]
+        if source.mask is not None:
+            mask = self.by_score(source.mask, place, keys)
+            if not mask.all():
+                excluded.append((_EVERY, ~mask))
+        return keys, excluded
+
+    def sinks(self, place: Place | None) -> Array | None:
+        """(heads, 1, 1) of a block, if there are any."""
+        return None if self.source.sinks is None else self.by_head(self.source.sinks, place)
+
+    def before(self, place: Place | None) -> _Rows | None:
+        """What the rows of a block know of other keys: a Partial counts in powers of 2."""
+        if self.source.before is None:
+            return None
+        m, total, values = (cut(x, place, tail) for x, tail in zip(self.source.before, (0, 0, 1), strict=True))
+        return _Rows((m / m.dtype.type(LOG2E))[..., None], total[..., None], values)
+
+    def distance(self, place: Place | None, keys: slice) -> Array:
+        """What ALiBi subtracts."""
+        source, real = self.source, self.q.dtype.type
+        start = np.asarray(source.structure.start(source.queries, source.keys))
+        position = self.by_row(start[..., None] + np.arange(source.queries), place)
+        distance = np.abs(position - np.arange(source.keys)[keys]).astype(real)
+        steps: Array = self.by_head(source.slopes, place).astype(real) * distance
+        return steps
+
+    def modify(self, scores: Array, place: Place | None) -> None:
+        """score_mod, a head at a time, under the caller's handling of floating-point errors."""
+        *items, heads, rows = self.numbers(place)
+        i, j = np.array(rows)[:, None], np.arange(self.source.keys)[None]
+        for at, (*item, h) in zip(np.ndindex(scores.shape[:-2]), itertools.product(*items, heads), strict=True):
+            b = int(np.ravel_multi_index(item, self.source.lead)) if item else 0
+            with np.errstate(**self.errors):
+                changed = self.source.score_mod(scores[at].copy(), b, h, i, j)
+            scores[at] = _modified(changed, scores[at])
 
 
-def headed(array: Array, lead: tuple[int, ...]) -> Array:
-    """(..., heads, rows, width) with all batch axes, by broadcasting."""
-    array = array[None] if array.ndim == 2 else array
-    return np.broadcast_to(array, (*lead, *array.shape[-3:]))
+def _seen(lo: Array, hi: Array) -> slice:
+    """The keys that any row sees; one key if none sees any, for maxima to exist."""
+    first, end = int(lo.min()), int(hi.max())
+    return slice(first, end) if first < end else slice(0, 1)
 
 
-def _capped(scores: Array, softcap: float) -> Array:
+def _outside(lo: Array, hi: Array, keys: slice) -> list[tuple[slice, Array]]:
+    """What the intervals of the rows exclude: before and after the keys that every row sees."""
+    first, end = int(lo.max()), int(hi.min())
+    sides = [(keys.start, first), (end, keys.stop)] if first < end else [(keys.start, keys.stop)]
+    return [
+        (slice(start - keys.start, stop - keys.start), _beyond(lo, hi, start, stop))
+        for start, stop in sides
+        if start < stop
+    ]
+
+
+def _beyond(lo: Array, hi: Array, start: int, stop: int) -> Array:
+    j = np.arange(start, stop)
+    return (j < lo) | (j >= hi)
+
+
+def _exclude(scores: Array, where: Array) -> None:
+    """-inf where excluded, several times as fast as copyto(): True / -0 is -inf, and fmin() passes over 0 / -0, NaN."""
+    np.fmin(scores, np.divide(where, scores.dtype.type(-0.0), dtype=scores.dtype), out=scores)
+
+
+def _allowed(shape: tuple[int, ...], excluded: list[tuple[slice, Array]]) -> Array:
+    found = np.ones(shape, bool)
+    for keys, where in excluded:
+        found[..., keys] &= ~where
+    return found
+
+
+def _cap(scores: Array, softcap: float) -> None:
     """Within a quarter of the range, beyond which no score changes by a bit, and above 1 / its largest number."""
     limits = np.finfo(scores.dtype)
     cap = scores.dtype.type(min(max(softcap, float(limits.smallest_normal)), float(limits.max) / 4))
-    return np.asarray(np.tanh(scores / cap) * cap)
+    scores /= cap
+    np.tanh(scores, out=scores)
+    scores *= cap
 
 
 def _modified(changed: Any, scores: Array) -> Array:
@@ -111,110 +276,153 @@ def _modified(changed: Any, scores: Array) -> Array:
             f"attention: score_mod returned shape {found.shape} and dtype {found.dtype} for scores {scores.shape}; "
             "it must return floating scores of the same shape"
         )
-    with np.errstate(all="ignore"):
-        return found.astype(scores.dtype, copy=False)
+    return found.astype(scores.dtype, copy=False)
 
 
-def _weigh(scores: Array, allowed: Array, v: Array, before: _Rows | None) -> tuple[_Rows, Array]:
-    """The rows after these keys, and the weights exp(score - top) of the keys."""
-    top = scores.max(axis=-1, keepdims=True, where=allowed, initial=-np.inf)
-    if before is not None:
-        top = np.maximum(top, before.top)
-    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-        weights = np.where(allowed, np.exp(scores - np.where(np.isneginf(top), 0, top)), 0)
-        total = weights.sum(axis=-1, keepdims=True)
-        values = _values(weights, v, allowed)
-        if before is not None:
-            share = np.where(np.isneginf(before.top), 0, np.exp(before.top - top)).astype(top.dtype)
-            total, values = total + share * before.total, values + share * before.values
-    return _Rows(top, total, values), weights
+# ---- rows ----
 
 
-def _values(weights: Array, v: Array, allowed: Array) -> Array:
-    """weights @ v without the products of keys that a row may not see (0 * NaN is NaN)."""
+def _values(blocks: _Blocks, block: _Block, v: Array) -> Array:
+    """Step 4 without the products of keys that a row may not see (0 * NaN is NaN)."""
+    weights, v = block.scores, blocks.by_key_head(v, block.place, block.keys)
+    found = blocks.product(weights, v)
+    if not block.excluded or np.isfinite(found).all():
+        return found
     finite = np.isfinite(v)
-    if finite.all() or allowed.all():
-        return weights @ v
-    out: Array = weights @ np.where(finite, v, 0)
-    for j in np.flatnonzero(~finite.all(axis=-1)):
-        out += np.where(allowed[:, j, None] & ~finite[j], weights[:, j, None] * np.where(finite[j], 0, v[j]), 0)
-    return out
+    if finite.all():
+        return found
+    found = blocks.product(weights, np.where(finite, v, 0))
+    allowed, real = block.allowed(), v.dtype.type
+
+    def met(by: Array, what: Array) -> Array:
+        return blocks.product(by.astype(real), what.astype(real)) > 0
+
+    used, vanished = allowed & (weights > 0), allowed & (weights == 0)
+    found[met(used, v == np.inf)] += np.inf
+    found[met(used, v == -np.inf)] -= np.inf
+    found[met(allowed, np.isnan(v)) | met(vanished, np.isinf(v))] = np.nan
+    return found
 
 
-def _final_total(rows: _Rows, allowed: Array, sink: Any) -> Array:
+def _weighed(blocks: _Blocks, block: _Block, v: Array | None) -> _Rows:
+    """Steps 3 and 4; the weights exp(score - m) take the place of the scores."""
+    weights, before = block.scores, blocks.before(block.place)
+    m = np.maximum.reduce(weights, axis=-1, keepdims=True, initial=_LOWEST[weights.itemsize])
+    if before is not None:
+        m = np.maximum(m, before.m)
+    weights -= m
+    np.exp(weights, out=weights)
+    total = np.add.reduce(weights, axis=-1, keepdims=True)
+    values = total[..., :0] if v is None else _values(blocks, block, v)
+    if before is not None:
+        share = np.exp(before.m - m)
+        total, values = total + share * before.total, values + share * before.values
+    return _Rows(m, total, values, bool(total.all()))
+
+
+def _final_total(block: _Block, rows: _Rows, sink: Array | None) -> Array:
     """The sum of exp that a row is divided by: with the sink; 0 without keys, NaN if all its keys score -inf."""
-    total = np.where((rows.total == 0) & allowed.any(axis=-1, keepdims=True), np.nan, rows.total)
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        if sink is not None:  # in float64, where inf means that it takes all
-            total = np.where(total == 0, 0, total + np.exp(sink - rows.top.astype(np.float64)))
-        return total.astype(rows.total.dtype)
+    total = rows.total
+    if not rows.full:
+        total = np.where((total == 0) & block.allowed().any(axis=-1, keepdims=True), np.nan, total)
+    if sink is not None:  # in float64, where inf means that it takes all
+        total = np.where(total == 0, 0, total + np.exp(sink - rows.m.astype(np.float64)))
+    return total.astype(rows.total.dtype, copy=False)
 
 
-def _write(outputs: Any, at: tuple[Any, ...], rows: _Rows, weights: Array, allowed: Array, sink: Any) -> None:
-    """Everything that is wanted of one tile; at: its place in the results."""
-    with np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore"):
-        if outputs.partial is not None:
-            outputs.partial.m[at] = (rows.top * rows.top.dtype.type(LOG2E))[:, 0]
-            outputs.partial.l[at] = rows.total[:, 0]
-            outputs.partial.o[at] = rows.values
-        if outputs.lse is not None:
-            outputs.lse[at] = (rows.top + np.log(_final_total(rows, allowed, None)))[:, 0]
-        total = _final_total(rows, allowed, sink)
-        if outputs.weights is not None:  # a key that is not allowed has no weight in a NaN row either
-            outputs.weights[at] = np.where(allowed, weights / total, 0)
-        if outputs.out is not None:
-            outputs.out[at] = np.where(total == 0, 0, rows.values / np.where(total == 0, 1, total))
+def _shares(block: _Block, total: Array) -> Array:
+    """The weights of the softmax, in their place; a key that is not allowed has none in a NaN row either."""
+    weights = block.scores
+    weights /= total
+    return weights if total.min() > 0 else np.where(block.allowed(), weights, 0)
+
+
+def _write(outputs: Any, block: _Block, rows: _Rows, sink: Array | None) -> None:
+    """Everything that is wanted of a block."""
+    place = block.place
+    if outputs.partial is not None:
+        m, total, o = outputs.partial
+        cut(m, place, 0)[...] = (rows.m * rows.m.dtype.type(LOG2E))[..., 0]  # the lowest number becomes -inf
+        cut(total, place, 0)[...] = rows.total[..., 0]
+        cut(o, place)[...] = rows.values
+    if outputs.lse is not None:
+        cut(outputs.lse, place, 0)[...] = (rows.m + np.log(_final_total(block, rows, None)))[..., 0]
+    if outputs.out is not None:
+        total, out = _final_total(block, rows, sink), cut(outputs.out, place)
+        np.divide(rows.values, total, out=out)
+        if not rows.full:
+            np.copyto(out, 0, where=total == 0)
+        if outputs.weights is not None:
+            cut(outputs.weights, place)[..., block.keys] = _shares(block, total)
+
+
+# ---- what the core does, too ----
 
 
 def attend(scores: Any, v: Array, outputs: Any, threads: int) -> None:
     """The pass over checked values, none of them empty; threads is unused."""
-    tiles = _Tiles(scores)
-    v = headed(v, scores.lead)
-    for b, item, h, rows in tiles:
-        tile, allowed = tiles.tile(b, item, h, rows)
-        at = (rows,) if scores.drop else (*item, h, rows)
-        before = None
-        if scores.before is not None:  # a Partial, which counts in powers of 2
-            m, l, o = (array[at] for array in scores.before)  # noqa: E741
-            with np.errstate(under="ignore", invalid="ignore"):
-                before = _Rows(m[:, None] / m.dtype.type(LOG2E), l[:, None], o)
-        found, weights = _weigh(tile, allowed, v[item][h // tiles.group], before)
-        _write(outputs, at, found, weights, allowed, None if scores.sinks is None else scores.sinks[h])
+    blocks = _Blocks(scores)
+    with np.errstate(all="ignore"):
+        for place in blocks.places():
+            block = blocks.block(place)
+            _write(outputs, block, _weighed(blocks, block, v), blocks.sinks(place))
 
 
-def stats(scores: Any, v: Array, m: Array, l: Array, found: Any, threads: int) -> None:  # noqa: E741
-    """Statistics of the weights. The tile has whole rows, so m and l of the first pass are not needed."""
-    tiles = _Tiles(scores)
-    for b, item, h, rows in tiles:
-        tile, allowed = tiles.tile(b, item, h, rows)
-        none = np.empty((scores.keys, 0), tile.dtype)
-        state, weights = _weigh(tile, allowed, none, None)
-        total = _final_total(state, allowed, None if scores.sinks is None else scores.sinks[h])
-        at = () if scores.drop else (*item, h)
-        with np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore"):
-            p = np.where(allowed, weights / total, 0)
-            if found.entropy is not None:  # -log p of two terms that are not negative: neither cancels the other
-                surprise = np.log(total) - (tile - state.top)
-                found.entropy[(*at, rows)] = np.where(p == 0, 0, p * surprise).sum(axis=-1)
+def stats(scores: Any, v: Array, totals: Any, found: Any, threads: int) -> None:
+    """Statistics of the weights. A block has whole rows, so v and the totals of the first pass are not needed."""
+    blocks = _Blocks(scores)
+    for place in blocks.places():
+        with np.errstate(all="ignore"):
+            block = blocks.block(place)
+            p, entropy = _weights_and_entropy(block.scores, block.allowed(), blocks.sinks(place))
+        if found.entropy is not None:
+            cut(found.entropy, place, 0)[...] = entropy
         if found.largest is not None:
-            found.largest[(*at, rows)] = p.max(axis=-1)
+            cut(found.largest, place, 0)[...] = p.max(axis=-1)
         if found.received is not None:
-            found.received[at] += p.sum(axis=0)
+            to = cut(found.received, None if place is None else place[:-1])
+            to[..., block.keys] += p.sum(axis=-2, dtype=np.float64)
         if found.top_keys is not None:
-            _keep_top(p, found.top_weights[(*at, rows)], found.top_keys[(*at, rows)])
+            _keep_top(p, cut(found.top_weights, place), cut(found.top_keys, place), block.keys.start or 0)
         if found.rows is not None:
-            place = found.chosen[rows]
-            found.rows[(*at, place[place >= 0])] = p[place >= 0]
+            chosen = cut(found.chosen, place, 0)
+            to = cut(found.rows, None if place is None else (*place[:-1], _EVERY))
+            to[..., chosen[chosen >= 0], block.keys] = p[..., chosen >= 0, :]
+
+
+def _keep_top(p: Array, top_weights: Array, top_keys: Array, first: int) -> None:
+    """The strongest keys of each row; in a NaN row the keys that it uses come first."""
+    order = np.argsort(np.where(np.isnan(p), -np.inf, -p), axis=-1, kind="stable")[..., : top_keys.shape[-1]]
+    best = np.take_along_axis(p, order, axis=-1)
+    top_weights[..., : order.shape[-1]] = best
+    top_keys[..., : order.shape[-1]] = np.where(best == 0, -1, first + order)
+
+
+def _weights_and_entropy(scores: Array, allowed: Array, sink: Array | None) -> tuple[Array, Array]:
+    """(weights (..., rows, keys), entropies (..., rows)), by the formula of core/_stats.pxi, with sums in float64."""
+    m = scores.max(axis=-1, keepdims=True, where=allowed, initial=-np.inf)
+    x = np.where(allowed, scores - np.where(np.isneginf(m), 0, m), -np.inf)
+    e = np.exp(x)
+    most = np.count_nonzero(x == 0, axis=-1, keepdims=True)
+    rest = np.where(x == 0, 0, e).sum(axis=-1, keepdims=True, dtype=np.float64)
+    moment = (e * np.maximum(x, _LOWEST[x.itemsize])).sum(axis=-1, keepdims=True, dtype=np.float64)
+    beyond = np.zeros_like(rest) if sink is None else np.exp(sink - m.astype(np.float64))
+    no_key = ~allowed.any(axis=-1, keepdims=True)
+    total = np.where(most + rest == 0, np.nan, most + rest)  # allowed keys that all score -inf
+    p = np.where(allowed, e / (total + beyond), 0).astype(x.dtype)
+    entropy = (total * np.log1p(most - 1 + rest + beyond) - moment) / (total + beyond)
+    return p, np.where(no_key | np.isposinf(beyond), 0, entropy).astype(x.dtype)[..., 0]
 
 
 def explain(scores: Any, v: Array, out: Array | None, with_weights: bool, threads: int) -> dict[str, int]:
-    """What attend() would do: by names of core/_count.pxi, those that mean something here. Every score is computed."""
-    tiles = _Tiles(scores)
+    """What attend() would do: by names of core/_count.pxi, those that mean something here."""
+    blocks = _Blocks(scores)
     found = Counter(threads=1, core_calls=1)
-    for _, item, h, rows in tiles:
-        allowed = tiles.allowed(item, h, rows)
-        if tiles.bias is not None:
-            bias = tiles.bias[item][h, rows]
+    for place in blocks.places():
+        keys, excluded = blocks.exclusions(place)
+        allowed = _allowed((*blocks.shape(place), len(range(scores.keys)[keys])), excluded)
+        if scores.bias is not None:
+            bias = np.broadcast_to(blocks.by_score(scores.bias, place, keys), allowed.shape)
             found["bias_excludes"] |= int((bias[allowed] == -np.inf).any())
             allowed &= bias != -np.inf
             found["bias_adds"] |= int((bias[allowed] != 0).any())
@@ -223,22 +431,14 @@ def explain(scores: Any, v: Array, out: Array | None, with_weights: bool, thread
     return found
 
 
-def _keep_top(p: Array, top_weights: Array, top_keys: Array) -> None:
-    """The strongest keys of each row; in a NaN row the keys that it uses come first."""
-    order = np.argsort(np.where(np.isnan(p), -np.inf, -p), axis=-1, kind="stable")[:, : top_keys.shape[-1]]
-    best = np.take_along_axis(p, order, axis=-1)
-    top_weights[:, : order.shape[1]] = best
-    top_keys[:, : order.shape[1]] = np.where(best == 0, -1, order)
-
-
 def textbook(q: Array, k: Array, v: Array, scale: float, allowed: Array | None, fill: float) -> tuple[Array, Array]:
     """(output, weights) of (..., rows, width) as it is taught: a key that is not allowed has the score `fill`."""
     real = q.dtype.type
-    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-        scores = (q * real(scale)) @ k.swapaxes(-1, -2)
+    with np.errstate(all="ignore"):
+        weights = (q * real(scale)) @ k.swapaxes(-1, -2)
         if allowed is not None:
-            scores = np.where(allowed, scores, real(fill))
-        scores -= scores.max(axis=-1, keepdims=True)
-        weights = np.exp(scores)
+            weights = np.where(allowed, weights, real(fill))
+        weights -= weights.max(axis=-1, keepdims=True)
+        np.exp(weights, out=weights)
         weights /= weights.sum(axis=-1, keepdims=True)
         return weights @ v, weights

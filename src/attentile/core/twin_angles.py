@@ -1,4 +1,4 @@
-"""Positional encoding and rotary embedding in plain NumPy: the fallback without the compiled core, its second opinion.
+"""Positional encoding and rotary embedding in plain NumPy: the fallback without the compiled core, and its oracle.
 
 A float64 product position * frequency moves the angle at position 10**6 by 6e-11. So frequencies and angles are
 unevaluated sums (high, low) of two float64 arrays, about 106 bits, and they count quarter turns: whole ones drop out by
@@ -21,17 +21,17 @@ _HALF_PI: Sum = (float.fromhex("0x1.921fb54442d18p+0"), float.fromhex("0x1.1a626
 _BLOCK = 1 << 14  # pairs computed together: some 15 arrays of this size, 128 KiB each, stay in the L2 and L3 cache
 
 
-class Turn(NamedTuple):
-    """How the pairs of a row are turned; either high and low, or cosines and sines."""
+class Rotation(NamedTuple):
+    """How the pairs of a row are rotated: by high and low, or by cosines and sines; the others are None."""
 
     pairs: int
-    neighbours: bool  # pairs are elements 2i and 2i + 1, else i and i + pairs
+    interleaved: bool  # pairs are elements 2i and 2i + 1, else i and i + pairs
     high: Array | None  # quarter turns per position: high + low
     low: Array | None
     cosines: Array | None  # tables, row = position
     sines: Array | None
     cosine_factor: float
-    sine_factor: float  # a negative one turns backwards
+    sine_factor: float  # a negative one rotates backwards
 
 
 def _product_error(a: Any, b: Any, product: Any) -> Any:
@@ -94,11 +94,11 @@ def encode(out: Array, first_position: float, ratio_high: float, ratio_low: floa
             block[:, 1::2] = cosine[:, : width // 2]
 
 
-def rotate(x: Array, y: Array, turn: Turn, positions: Array | None, first: int, threads: int) -> None:
-    """The core's function of this name (see _rotary.pxi): x (B, H, L, D) turned into y, which may be x."""
+def rotate(x: Array, y: Array, rotation: Rotation, positions: Array | None, first: int, threads: int) -> None:
+    """The core's function of this name (see _rotary.pxi): x (B, H, L, D) rotated into y, which may be x."""
     items, heads, length, width = x.shape
-    n = 2 * turn.pairs
-    one, two = (slice(0, n, 2), slice(1, n, 2)) if turn.neighbours else (slice(0, n // 2), slice(n // 2, n))
+    n = 2 * rotation.pairs
+    one, two = (slice(0, n, 2), slice(1, n, 2)) if rotation.interleaved else (slice(0, n // 2), slice(n // 2, n))
     if positions is None:
         positions = first + np.arange(length)[None]
     step = max(1, _BLOCK // (heads * width))
@@ -106,11 +106,11 @@ def rotate(x: Array, y: Array, turn: Turn, positions: Array | None, first: int, 
         for item, start in np.ndindex(items, -(-length // step)):
             rows = slice(start * step, (start + 1) * step)
             at = positions[item % len(positions), rows]
-            if turn.high is not None and turn.low is not None:
-                sine, cosine = _sincos(at.astype(np.float64)[:, None], (turn.high, turn.low))
-            elif turn.cosines is not None and turn.sines is not None:
-                sine, cosine = turn.sines[at].astype(np.float64), turn.cosines[at].astype(np.float64)
-            sine, cosine = sine * turn.sine_factor, cosine * turn.cosine_factor
+            if rotation.high is not None and rotation.low is not None:
+                sine, cosine = _sincos(at.astype(np.float64)[:, None], (rotation.high, rotation.low))
+            elif rotation.cosines is not None and rotation.sines is not None:
+                sine, cosine = rotation.sines[at].astype(np.float64), rotation.cosines[at].astype(np.float64)
+            sine, cosine = sine * rotation.sine_factor, cosine * rotation.cosine_factor
             block, out = x[item, :, rows], y[item, :, rows]
             a, b = block[..., one].astype(np.float64), block[..., two].astype(np.float64)  # copies: y may be x
             out[..., one], out[..., two] = a * cosine - b * sine, b * cosine + a * sine

@@ -1,7 +1,7 @@
 """What a call of attention() will do and why, without computing it.
 
-What is told is what happens: the checks and conversions are those of attention() itself, and in the core the division
-of the work and the way over the keys are those of the pass (core/_count.pxi).
+The report cannot differ from what happens: the checks and conversions are those of attention() itself, and the core
+divides the work and walks over the keys with the code of the pass (core/_count.pxi).
 """
 
 from __future__ import annotations
@@ -122,25 +122,25 @@ class _Call:
 def explain(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Unpack[AllOptions]) -> Explanation:
     """Tell what `attention(q, k, v, **options)` will do and why, without computing it.
 
-    The arguments are checked, converted and read as attention() does it.
+    The arguments are checked, converted and read as attention() would do it.
 
     Parameters
     ----------
     q, k, v, **options
-        As in `attention`. An `out` is not written.
+        As in `attention`. Nothing is written to an `out`.
 
     Returns
     -------
     Explanation
-        A text to ``print``, and its fields. A chunk of 256 keys is visited for a block of rows if intervals and mask
-        let some row see some key of it; the -inf of a bias exclude keys but skip nothing. FLOPs are 2 (D + Dv) for a
-        pair of a query and a key: `Explanation.useful_flops` counts the pairs that are allowed,
-        `Explanation.executed_flops` what the kernels run (without exp, masks and a rare second visit on NaN).
+        A report to ``print``, and its fields. A chunk of 256 keys is visited for a block of rows if intervals and mask
+        let some row see some key in it; a bias of -inf excludes keys, but skips nothing. A pair of a query and a key
+        costs 2 (D + Dv) FLOPs: `Explanation.useful_flops` counts the pairs that are allowed,
+        `Explanation.executed_flops` what the kernels run (without exp, masks, and a rare second visit after NaN).
 
     Raises
     ------
     TypeError, ValueError
-        Whatever `attention` refuses, with its message, and an option that it does not have.
+        Whatever `attention` refuses, with the same message; an option that it does not have.
 
     Examples
     --------
@@ -267,7 +267,7 @@ def _notes(call: _Call, count: Counter[str]) -> Iterator[str]:
     if call.given.get("return_weights"):
         yield "weights are an (L, S) array: attention_stats() gives their statistics without it"
     if not count["lanes"]:
-        yield "NumPy computes every score, the masked ones too, a head and a tile of rows at a time"
+        yield "NumPy computes a block of rows at a time, over every key that structure lets any of them see"
 
 
 def _notes_on_masks(call: _Call, count: Counter[str]) -> Iterator[str]:
@@ -276,7 +276,7 @@ def _notes_on_masks(call: _Call, count: Counter[str]) -> Iterator[str]:
     if same_segment is not None:
         size = _bytes(same_segment.nbytes)
         yield (
-            f"segments: the keys of an id are not neighbours, so an (L, S) mask is made ({size}); "
+            f"segments: the keys of an id are not contiguous, so an (L, S) mask is made ({size}); "
             "sort the keys by id to have intervals"
         )
     elif scores.mask is not None:

@@ -1,4 +1,4 @@
-"""Which structural options say the same as a dense mask."""
+"""Structural options that say the same as a dense mask."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def as_structure(mask: Array, queries: int, keys: int) -> str | None:
     count = mask.sum(axis=-1, dtype=np.intp)
     lo, hi = mask.argmax(axis=-1), np.where(count == 0, 0, keys - mask[..., ::-1].argmax(axis=-1))
     if (hi - lo != count).any() or (lo != lo[..., :1, :]).any() or (hi != hi[..., :1, :]).any():
-        return None  # not intervals, or not the same ones in each head
+        return None  # not intervals, or not the same ones for each head
     # One row may stand for all.
     lo, hi = (np.broadcast_to(x, (*x.shape[:-1], queries))[..., 0, :].reshape(-1, queries) for x in (lo, hi))
     if not lo.any() and (hi == hi[:, :1]).all():

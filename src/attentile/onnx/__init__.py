@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..arguments import as_floating, as_real
+from ..arguments import as_array, as_floating, as_real
 from ..attention import attention as _fused
 from ..masks import structure
 from ..outputs import AttentionResult
@@ -114,7 +114,7 @@ def _with_past(k: Array, v: Array, past_key: Any, past_value: Any, lengths: Any)
         raise ValueError(f"{_NAME}: nonpad_kv_seqlen can't be combined with past_key and past_value")
 
     def joined(name: str, given: Any, new: Array) -> Array:
-        past, (batch, heads, _, width) = np.asarray(given), new.shape
+        past, (batch, heads, _, width) = as_array(_NAME, name, given), new.shape
         if past.shape != (batch, heads, *past.shape[2:3], width):
             wanted = f"({batch}, {heads}, past length, {width})"
             raise ValueError(f"{_NAME}: {name} has shape {past.shape}; it must be {wanted}")
@@ -147,7 +147,7 @@ def _mask(attn_mask: Any, keys: int) -> tuple[Array | None, int]:
     """attn_mask as an array, bool or floating, and the number of keys it reaches: those after it are excluded."""
     if attn_mask is None:
         return None, keys
-    mask = np.asarray(attn_mask)
+    mask = as_array(_NAME, "attn_mask", attn_mask)
     if mask.ndim == 0 or mask.ndim > 4 or mask.shape[-1] > keys:
         raise ValueError(
             f"{_NAME}: attn_mask has shape {mask.shape}; it must have one to four axes and not more than {keys} "
@@ -177,7 +177,7 @@ def _add_masks(scores: Array, mask: Array | None, reach: int, places: dict[str, 
     scores[..., reach:] = -np.inf
     within = scores[..., :reach]
     if mask is not None and mask.dtype != np.bool_:
-        with np.errstate(invalid="ignore", over="ignore"):
+        with np.errstate(all="ignore"):
             within += mask.astype(scores.dtype, copy=False)
         mask = mask != -np.inf
     if mask is not None:
@@ -284,14 +284,14 @@ def attention(
     options = places | {"scale": scale, "softcap": softcap or None, "num_threads": num_threads}
     options["mask" if mask is None or mask.dtype == np.bool_ else "bias"] = mask
     options["return_weights"] = return_qk and qk_matmul_output_mode == _WEIGHTS
-    if np.ndim(Q) == 3:  # heads side by side: the pass writes them there, so that Y is a view
-        beside = np.empty((batch, queries, heads, v.shape[3]), np.result_type(q, k, v))
-        options["out"] = beside.swapaxes(1, 2)
+    if np.ndim(Q) == 3:  # concatenated heads: the pass writes them there, so that Y is a view
+        joined = np.empty((batch, queries, heads, v.shape[3]), np.result_type(q, k, v))
+        options["out"] = joined.swapaxes(1, 2)
     # The keys that a short mask does not reach are excluded in every row: left out, they need no padded mask.
     result = _fused(q, k[:, :, :reach], v[:, :, :reach], **options)
     Y, weights = (result.out, result.weights) if isinstance(result, AttentionResult) else (result, None)
     if np.ndim(Q) == 3:
-        Y = beside.reshape(batch, queries, heads * v.shape[3])
+        Y = joined.reshape(batch, queries, heads * v.shape[3])
     scores = None
     if weights is not None:
         scores = np.zeros((batch, heads, queries, keys), dtype)
@@ -300,8 +300,8 @@ def attention(
         scores = _scores(q, k, scale, softcap if qk_matmul_output_mode != _RAW else 0)
         if qk_matmul_output_mode == _BIASED:
             _add_masks(scores, mask, reach, places)
-        scores = rounded(scores, dtype, overflow="ignore")
-    return AttentionOutputs(rounded(Y, dtype, overflow="ignore"), *present, scores)
+        scores = rounded(scores, dtype)
+    return AttentionOutputs(rounded(Y, dtype), *present, scores)
 
 
 @cache

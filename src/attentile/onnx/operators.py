@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..arguments import as_floating, integer
+from ..arguments import as_array, as_floating, integer
 from ..positions.rotary import rotary_embedding as _rotary
 
 Array = NDArray[Any]
@@ -40,7 +40,7 @@ def split_heads(function: str, name: str, array: Array, count: str, heads: int |
 
 def integers(function: str, name: str, value: Any, shape: tuple[int, ...], each: str) -> Array:
     """An array of integers of exactly this shape, one per `each`."""
-    array = np.asarray(value)
+    array = as_array(function, name, value)
     if array.dtype.kind not in "iu" or array.shape != shape:
         raise ValueError(
             f"{function}: {name} has shape {array.shape} and dtype {array.dtype}; it must be integers of shape "
@@ -144,7 +144,7 @@ def rotary_embedding(
         )
     cos, sin, places = _caches(cos, sin, position_ids, batch, rows, dim // 2)
     out: Array = np.empty(given.shape, given.dtype.newbyteorder("="))
-    # Heads side by side are written there, so that the result is no copy.
+    # Concatenated heads are written there, so that the result is no copy.
     heads_of_out = out if given.ndim == 4 else out.reshape(batch, rows, heads, width).swapaxes(1, 2)
     _rotary(x, places, rotary_dim=dim, interleaved=bool(interleaved), cos=cos, sin=sin, out=heads_of_out)
     return out
@@ -192,7 +192,7 @@ def tensor_scatter(
     axis : int
         The sequence axis; not 0.
     mode : {"linear", "circular"}
-        linear: all entries must lie within the cache. circular: any index counts modulo S, entries go on at the start.
+        linear: all entries must lie within the cache. circular: indices count modulo S, and entries wrap around.
 
     Returns
     -------
@@ -210,7 +210,7 @@ def tensor_scatter(
     >>> onnx.tensor_scatter(np.zeros((1, 4, 1)), np.ones((1, 2, 1)), [3], mode="circular").ravel()
     array([1., 0., 0., 1.])
     """
-    past, new = np.asarray(past_cache), np.asarray(update)
+    past, new = as_array(_SCATTER, "past_cache", past_cache), as_array(_SCATTER, "update", update)
     choice(_SCATTER, "mode", mode, ("linear", "circular"), "'linear' or 'circular'")
     if past.dtype != new.dtype:
         raise TypeError(f"{_SCATTER}: past_cache has dtype {past.dtype} and update {new.dtype}; make them equal")
@@ -225,9 +225,8 @@ def tensor_scatter(
         )
     present = past.copy()
     to, entries = np.moveaxis(present, along, 1), np.moveaxis(new, along, 1)
-    for item, start in enumerate(starts.tolist()):
-        start %= max(size, 1)
-        before_end = min(length, size - start)
-        to[item, start : start + before_end] = entries[item, :before_end]
-        to[item, : length - before_end] = entries[item, before_end:]
+    size = max(size, 1)
+    first = (starts.astype(np.uint64 if starts.dtype.kind == "u" else np.int64) % size).astype(np.intp)
+    places = (first[:, None] + np.arange(length)) % size
+    to[np.arange(len(to))[:, None], places] = entries
     return present

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..arguments import as_floating, integer, positive_index
+from ..arguments import as_array, as_floating, integer, positive_index
 
 Array = NDArray[Any]
 
@@ -200,7 +200,7 @@ def t5_buckets(
     >>> t5_buckets([-128, -8, -1, 0, 1, 8, 128])
     array([15,  8,  1,  0, 17, 24, 31])
     """
-    array = np.asarray(distances)
+    array = as_array("t5_buckets", "distances", distances)
     if array.dtype.kind not in "iu" and array.size:
         raise TypeError(f"t5_buckets: distances has dtype {array.dtype}; it must be integers (key - query)")
     if array.dtype.kind == "u":

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..arguments import as_array, check_out, finite, flag, integer
 from ..core import twin_angles
-from ..core.twin_angles import Turn
+from ..core.twin_angles import Rotation
 from ..runtime import backend
 from ..runtime.threads import threads_for
 from ..storage import promoted, ready, rounded
@@ -74,7 +74,7 @@ def places_of(positions: Any, lead: tuple[int, ...], rows: int) -> Places:
                 "must stay within -2**50 and 2**50"
             )
         return Places(first, None, first, first + rows - 1)
-    array = np.asarray(positions)
+    array = as_array(NAME, "positions", positions)
     if array.dtype.kind not in "iu" and not (array.size == 0 and isinstance(positions, (list, tuple))):
         raise TypeError(f"{NAME}: positions has dtype {array.dtype}; positions must be integers (.astype(np.int64))")
     if array.shape[-1:] != (rows,):
@@ -102,7 +102,7 @@ def places_of(positions: Any, lead: tuple[int, ...], rows: int) -> Places:
 
 
 def _table(name: str, table: Any, dim: int) -> Array:
-    array = np.asarray(table)
+    array = as_array(NAME, name, table)
     if (array.dtype.kind != "f" or array.itemsize > 8) and array.dtype.name != "bfloat16":
         raise TypeError(f"{NAME}: {name} has dtype {array.dtype}; it must be float64, float32, float16 or bfloat16")
     if array.ndim != 2 or array.shape[1] != dim // 2:
@@ -115,7 +115,7 @@ def _table(name: str, table: Any, dim: int) -> Array:
 
 def _turn_by_table(
     width: int, places: Places, rotary_dim: Any, cos: Any, sin: Any, interleaved: bool, inverse: bool
-) -> tuple[Turn, Places]:
+) -> tuple[Rotation, Places]:
     """The turn by both tables in float32 or float64 as the core takes them, and the positions as rows of them."""
     dim = _rotary_dim(rotary_dim, width)
     if cos is None or sin is None:
@@ -143,7 +143,7 @@ def _turn_by_table(
         cosines, sines = _plain(cosines, np.float64), _plain(sines, np.float64)
         if inverse:
             cosines, sines = _undone(cosines, sines)
-    return Turn(dim // 2, interleaved, None, None, cosines, sines, 1.0, -1.0 if inverse else 1.0), places
+    return Rotation(dim // 2, interleaved, None, None, cosines, sines, 1.0, -1.0 if inverse else 1.0), places
 
 
 def _undone(cosines: Array, sines: Array) -> tuple[Array, Array]:
@@ -173,7 +173,7 @@ def _settled(width: int, base: Any, rotary_dim: Any, scaling: Any) -> tuple[floa
 
 def _turn_by_angle(
     width: int, places: Places, base: Any, rotary_dim: Any, scaling: Any, interleaved: bool, inverse: bool
-) -> Turn:
+) -> Rotation:
     real, dim, rules = _settled(width, base, rotary_dim, scaling)
     found = frequencies(rules, real, dim, places.largest + 1)
     reach = max(abs(places.smallest), abs(places.largest)) if places.smallest <= places.largest else 0
@@ -183,7 +183,7 @@ def _turn_by_angle(
             "use a larger base or smaller positions"
         )
     factor = 1.0 / found.attention_factor if inverse else found.attention_factor
-    return Turn(dim // 2, interleaved, found.high, found.low, None, None, factor, -factor if inverse else factor)
+    return Rotation(dim // 2, interleaved, found.high, found.low, None, None, factor, -factor if inverse else factor)
 
 
 # ---- memory ----
@@ -202,7 +202,7 @@ def _apart(x: Array, out: Array) -> Array:
     return x if same else x.copy()
 
 
-def _rotate_half(x: Array, out: Array, run: Callable[..., None], turn: Turn, places: Places, threads: int) -> None:
+def _rotate_half(x: Array, out: Array, run: Callable[..., None], turn: Rotation, places: Places, threads: int) -> None:
     """A half-precision array in chunks that stay in the cache, computed in float64."""
     batch, heads, rows, width = x.shape
     some = max(1, _CHUNK // (heads * width))
@@ -215,10 +215,10 @@ def _rotate_half(x: Array, out: Array, run: Callable[..., None], turn: Turn, pla
             if at is not None:
                 at = np.ascontiguousarray(at[slice(0, 1) if len(at) == 1 else cut[0], cut[2]])
             run(chunk, chunk, turn, at, places.first + start, threads)
-            out[cut] = rounded(chunk, out.dtype, overflow="ignore")
+            out[cut] = rounded(chunk, out.dtype)
 
 
-def _rotate(x: Array, out: Array, compute: np.dtype[Any], turn: Turn, places: Places) -> None:
+def _rotate(x: Array, out: Array, compute: np.dtype[Any], turn: Rotation, places: Places) -> None:
     """Non-empty x turned into out, both of any layout; out has the dtype of the result."""
     run: Callable[..., None] = (backend.active or twin_angles).rotate
     threads = threads_for(None, NAME)

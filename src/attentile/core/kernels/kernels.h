@@ -77,6 +77,18 @@ typedef struct {
     ptrdiff_t stride, n_rows, offset, bytes;
 } at_ahead;
 
+/* Candidates for the k largest weights of a row. As soon as they are more than `room`, all but k are given up, and from then
+ * on only what is above the smallest of these is taken. A larger room means fewer sorts. */
+typedef struct {
+    void* values;    /* room + AT_WORD elements; infinite for NaN */
+    ptrdiff_t* keys; /* likewise */
+    ptrdiff_t n, k, room;
+    double limit; /* 0 at first */
+} at_top;
+
+/* Bytes of scratch for sorting them. */
+#define AT_TOP_SCRATCH(room) (((room) + AT_WORD) * (ptrdiff_t)(sizeof(double) + sizeof(ptrdiff_t)))
+
 /* The tiles of one element type on one instruction set. n = vectors * lanes is the row pitch of qt, st and ot. */
 typedef struct {
     size_t itemsize;
@@ -106,17 +118,17 @@ typedef struct {
     /* st[j][r] = fill where bit j % 32 of words[j / 32][r] is 0. */
     void (*exclude)(void* st, void* running_max, const uint32_t* words, int vectors, ptrdiff_t keys, double fill);
 
-    /* In place st = exp2(st - chunk_max). Merges the chunk into m and l and leaves the weights of the old (alpha)
-     * and the new (beta) part. mark != 0: a score of -inf becomes -0.0, which values_marked takes as excluded. */
+    /* In place st = exp2(st - chunk_max), never -0.0. Merges the chunk into m and l and leaves the weights of the old
+     * (alpha) and the new (beta) part. */
     void (*softmax[AT_MAX_VECTORS])(void* st, ptrdiff_t keys, const void* chunk_max, void* m, void* l, void* alpha,
-                                    void* beta, int mark);
+                                    void* beta);
 
     /* ot[e][n] for `width` columns of v; first != 0: ot is only written. Index: vectors - 1. */
     void (*values[AT_MAX_VECTORS])(void* ot, const void* st, const char* v, ptrdiff_t v_stride, ptrdiff_t width,
                                    ptrdiff_t keys, const void* alpha, const void* beta, int first);
 
-    /* The same where st is -0.0 the value is never used (it may be NaN or Inf). Slow: a block is redone with it
-     * only after NaN was seen in its result. */
+    /* The same, but where st is -0.0 the value is not used: an excluded key may have NaN or Inf there, and 0 * NaN is
+     * NaN. Any other weight uses it, 0 too. Slow: a block is redone with it only after NaN was seen in its result. */
     void (*values_marked)(void* ot, const void* st, const char* v, ptrdiff_t v_stride, ptrdiff_t width, ptrdiff_t keys,
                           const void* alpha, const void* beta, int first, int vectors);
 
@@ -147,14 +159,14 @@ typedef struct {
     void (*few_scores)(void* s, const void* q, ptrdiff_t n_rows, const char* k, ptrdiff_t k_stride, void* panels,
                        ptrdiff_t width, ptrdiff_t keys, const char* ahead, ptrdiff_t ahead_stride);
 
-    /* Of one row: s[j] += log2(e) * bias[j], as add_bias; s[j] -= slope * |position - j|, as alibi; s[j] = -inf where
+    /* Of one row: s[j] += log2(e) * bias[j], as add_bias; s[j] -= slope * |position - j|, as alibi; s[j] = fill where
      * bit j % 32 of words[j / 32 * pitch] is 0. Scores beyond `keys`, up to whole vectors, become anything. */
     void (*few_bias)(void* s, const char* bias, ptrdiff_t key_stride, ptrdiff_t keys);
     void (*few_alibi)(void* s, double slope, double position, ptrdiff_t keys);
-    void (*few_exclude)(void* s, const uint32_t* words, ptrdiff_t pitch, ptrdiff_t keys);
+    void (*few_exclude)(void* s, const uint32_t* words, ptrdiff_t pitch, ptrdiff_t keys, double fill);
 
-    /* Of one row: s = exp2(s - max), returns the maximum. mark as in softmax. */
-    double (*few_softmax)(void* s, ptrdiff_t keys, int mark);
+    /* Of one row: s = exp2(s - max), never -0.0; returns the maximum. */
+    double (*few_softmax)(void* s, ptrdiff_t keys);
 
     /* o[r][e] = sum_j s[r][j] * v[j][e] and l[r] = sum_j s[r][j]; marked as in values_marked. */
     void (*few_values)(void* o, void* l, const void* s, ptrdiff_t n_rows, const char* v, ptrdiff_t v_stride,
@@ -169,15 +181,27 @@ typedef struct {
     void (*few_blend)(void* o, const void* chunk, ptrdiff_t n, double alpha, double beta);
     void (*few_store)(char* row, const void* o, ptrdiff_t width, double factor);
 
-    /* Second pass with the maximum m, log2(l) and 1 / l known, all finite; 1 / l is 0 for a row that does not count:
-     * st = weight = exp2(st - m) / l, 0 where st is -inf; entropy[r] -= weight * log2(weight), of which no part cancels
-     * another; largest[r] = max(largest, weight) but for NaN; received[j] += sum of the weights over the rows. */
-    void (*measure)(void* st, ptrdiff_t keys, const void* m, const void* log_l, const void* inverse, void* entropy,
-                    void* largest, void* received, int vectors);
+    /* ---- Statistics of the weights (stats.inc). Their sums are in double, with terms of at most 16 numbers. ---- */
 
-    /* Keeps the k largest of row[n] among those seen so far: values[k] descending, keys[k]; ties go to the lower key.
-     * NaN is above every number. */
-    void (*keep_top)(const void* row, ptrdiff_t n, ptrdiff_t first_key, ptrdiff_t k, void* values, ptrdiff_t* keys);
+    /* After softmax: totals[r] = alpha[r] * totals[r] + beta[r] * sum_j st[j][r], the l of softmax with more digits. The
+     * first key of st is one of AT_WORD * n in its chunk. few_total: the sum of one row, with the same bits. */
+    void (*add_totals)(double* totals, const void* st, ptrdiff_t keys, const void* alpha, const void* beta,
+                       int vectors);
+    double (*few_total)(const void* s, ptrdiff_t keys);
+
+    /* With m and inverse = 1 / l of each row known, x = st - m and e = exp2(x): st = weight = e * inverse; rest[r] += sum of
+     * e where x < 0; moment[r] += sum of e * x, in which an e of 0 counts 0. */
+    void (*measure)(void* st, ptrdiff_t keys, const void* m, const void* inverse, double* rest, double* moment,
+                    int vectors);
+
+    /* sum[j] += sum_r rows[r][j]. Row 0 is one of 4 * n in its head, so that the order does not depend on the block. */
+    void (*add_rows)(double* sum, const char* const* rows, ptrdiff_t n_rows, ptrdiff_t keys);
+
+    /* The k largest of the rows that keep_top has seen, of numbers >= 0 and NaN, which is above every number; 0 is not kept.
+     * store_top writes them in descending order with their keys, of equal ones the lower key first, and no more than there
+     * are. scratch: AT_TOP_SCRATCH of `room`. */
+    void (*keep_top)(at_top* top, const void* row, ptrdiff_t n, ptrdiff_t first_key, void* scratch);
+    void (*store_top)(at_top* top, void* values, ptrdiff_t* keys, void* scratch);
 
     /* Dependent-free FMAs for measuring the peak: 2 * lanes * AT_PEAK_FMAS FLOPs per round. */
     double (*fma_peak)(ptrdiff_t rounds);
