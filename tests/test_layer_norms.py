@@ -190,6 +190,8 @@ ROW = np.ones(6)
          dict(norm=NORM, q_norm=ROW, k_norm=ROW, b_q_norm=ROW, b_k_norm=ROW)),
         (ValueError, "q_norm and b_q_norm have different shapes",
          dict(norm={**NORM, "kind": "layer"}, q_norm=ROW, k_norm=ROW, b_q_norm=np.ones(24), b_k_norm=ROW)),
+        (TypeError, "k_norm is a masked array", dict(norm=NORM, q_norm=ROW, k_norm=np.ma.array(ROW, mask=ROW > 0))),
+        (TypeError, "sinks is a masked array", dict(sinks=np.ma.array(ROW[:4], mask=False))),
         (TypeError, "complex128", dict(norm=NORM, q_norm=ROW * 1j, k_norm=ROW)),
         (ValueError, r"sinks has shape \(2,\); it must be \(4,\), one per query head", dict(sinks=[0.0, 1.0])),
     ],

@@ -166,8 +166,10 @@ class MultiHeadAttention:
         given = {"q": (q_norm, b_q_norm), "k": (k_norm, b_k_norm)}
         self._norms = Norms(norm, given, shapes, rotates=self._rotary is not None)
         # What the layer has and a call may override; None in a call means the layer's own.
-        own = {"scale": self.scale, "sinks": vector("sinks", sinks, self.num_heads, "query head")}
-        self._defaults = {name: value for name, value in own.items() if value is not None}
+        logits = vector("sinks", sinks, self.num_heads, "query head")
+        self._defaults = {n: value for n, value in (("scale", self.scale), ("sinks", logits)) if value is not None}
+        if logits is not None:  # apart from the weights, because it does not count for the dtype of a call
+            promoted(NAME, logits)
         arrays = [*self._project.arrays, *self._norms.arrays, self._w_o, *([] if self._b_o is None else [self._b_o])]
         promoted(NAME, *arrays)
         # An empty array that stands for all weights when a call settles its dtype.
