@@ -134,7 +134,7 @@ def test_a_layer_reads_through_the_methods_of_a_subclass(way):
     assert cache.asked == 1
     assert_array_equal(found, LAYER(X, cache=KVCache(2, 2, 4)))
     for one in (cache, forks[0]):  # the cache is free again, and its fork was never anything else
-        assert one.held.attempting is None
+        assert one.held.owner is None
         one.append(K, V)
 
 

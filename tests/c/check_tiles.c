@@ -63,7 +63,7 @@ static void attend(const at_tiles* t, int first, int n) {
     fill_lanes(l, t->itemsize, 0);
     t->pack(qt, from, n, vectors, WIDTH, AT_LOG2E / 8);
     t->scores[vectors - 1](st, top, qt, (const char*)&k, pitch, 1, WIDTH, KEYS, NULL, 0);
-    t->softmax[vectors - 1](st, KEYS, top, m, l, alpha, beta, 0);
+    t->softmax[vectors - 1](st, KEYS, top, m, l, alpha, beta);
     t->values[vectors - 1](ot, st, (const char*)&v, pitch, WIDTH, KEYS, alpha, beta, 1);
     t->reciprocal(m, l, vectors);
     t->unpack(to, ot, m, n, vectors, WIDTH);

@@ -174,7 +174,7 @@ class Held:
 
     def _open_guard(self) -> None:
         """A guard of its own, for arrays of its own; no page may be written to as it is."""
-        self.attempting: int | None = None  # the thread that is in attempt()
+        self.owner: int | None = None  # the thread that is in attempt(), which may read there
         self.guard: Any = Guard()
         if backend.compiled is not None:
             left = -1 if self.window is None else self.window[0]
@@ -190,7 +190,7 @@ class Held:
 
     def using(self, caller: str, change: bool) -> AbstractContextManager[None]:
         """A block that has the tokens for itself, to change them, or reads them; RuntimeError if others are there."""
-        if not change and self.attempting == get_ident():
+        if not change and self.owner == get_ident():
             return nullcontext()
         found = "is in use" if change else "is being changed"
         return self.guard.using(  # type: ignore[no-any-return]
@@ -380,16 +380,17 @@ class Held:
     def attempt(self, caller: str, call: Callable[[], Result]) -> Result:
         """call() in a block of using(), which may append once with keep=True; if it fails, the cache is as before.
 
-        It may read through the methods of KVCache, which a subclass may have replaced, and nobody else may.
+        It may read through the methods of KVCache, which a subclass may have replaced; other threads may not.
+
         Pages of evicted tokens go when the call has come to its end. A fork would do the same, but makes every page
         shared, so that each step of a decoder copied one.
         """
         with self.using(caller, change=True):
-            self.attempting = get_ident()
+            self.owner = get_ident()
             try:
                 return self._attempted(call)
             finally:
-                self.attempting = None
+                self.owner = None
 
     def _attempted(self, call: Callable[[], Result]) -> Result:
         lengths, held_from = self.lengths.copy(), self.held_from.copy()  # the core's view changes these in place

@@ -83,9 +83,7 @@ cdef void count_chunk(Counting *counting, const Block *block, const Shared *shar
     cdef Counts *counts = &counting.counts
     cdef Py_ssize_t pitch = block.n_rows if job.few else block.pitch, n = run.stop - run.start
     cdef Py_ssize_t pairs = block.n_rows * n, scored = n
-    run.kind = MIXED
-    if not block.masked and block.all_lo <= run.chunk + run.start and run.chunk + run.stop <= block.all_hi:
-        run.kind = ALL
+    run.kind = ALL if sees_all(block, run.chunk + run.start, run.chunk + run.stop) else MIXED
     if run.kind != ALL or job.bias.data != NULL:
         pairs = count_words(counts, job, block, shared, run, &scored)
     counts.chunks_visited += 1

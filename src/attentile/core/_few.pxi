@@ -44,7 +44,8 @@ cdef void score_few(const Job *job, Block *block, Shared *shared, const char *k,
         if job.slopes != NULL:
             tiles.few_alibi(s, real_at(block.slope + r * item, item), <double> (block.row_position[r] - key), n)
         if run.kind == MIXED:
-            tiles.few_exclude(s, shared.words + start // AT_WORD * block.pitch + r, block.pitch, n)
+            tiles.few_exclude(s, shared.words + start // AT_WORD * block.pitch + r, block.pitch, n,
+                              -INFINITY)
         s += AT_CHUNK * item
 
 
@@ -78,10 +79,11 @@ cdef void weigh_few(const Job *job, Block *block, Shared *shared, Part part, con
     cdef char *s = shared.st + run.start * item
     v += run.start * job.v.row
     for r in range(block.n_rows):
-        set_real(part.top + r * item, item, tiles.few_softmax(s + r * AT_CHUNK * item, n, careful))
+        set_real(part.top + r * item, item, tiles.few_softmax(s + r * AT_CHUNK * item, n))
         if job.total.data != NULL:
             part.total[r] = tiles.few_total(s + r * AT_CHUNK * item, n)
     if careful:
+        mark_excluded(job, block, shared, run.chunk, run.start, run.stop)
         tiles.few_values_marked(part.values, part.sum, s, block.n_rows, v, job.v.row, job.value_width, n)
     else:
         tiles.few_values(part.values, part.sum, s, block.n_rows, v, job.v.row, job.value_width, n, ahead,
@@ -132,14 +134,15 @@ cdef void visit_few(const Job *job, Block *block, Shared *shared, Py_ssize_t b, 
         first, end = first + n * part // job.parts, first + n * (part + 1) // job.parts
     job.tiles.few_pack(block.qt, block.q_rows, block.n_rows, job.width, job.factor)
     for c in range(first, end):
+        run.chunk = c * AT_CHUNK
         v = value_chunk(job, b, head, c)
         if whole:
-            if score_chunk(job, block, shared, key_chunk(job, b, head, c), v, c * AT_CHUNK, &run.start, &run.stop):
+            if score_chunk(job, block, shared, key_chunk(job, b, head, c), v, run.chunk, &run.start, &run.stop):
                 weigh_few(job, block, shared, own, v, &run, keys_ahead(job, b, head, c, end), careful)
                 merge_part(job, block, shared, own)
             continue
         there = part_at(job, b * job.kv_heads + head, c, &visited)
-        visited[0] = score_chunk(job, block, shared, key_chunk(job, b, head, c), v, c * AT_CHUNK, &run.start, &run.stop)
+        visited[0] = score_chunk(job, block, shared, key_chunk(job, b, head, c), v, run.chunk, &run.start, &run.stop)
         if visited[0]:
             memcpy(there.top, shared.top, block.pitch * job.tiles.itemsize)      # lanes that are no rows: -inf and 0
             memcpy(there.sum, shared.sum, block.pitch * job.tiles.itemsize)

@@ -46,7 +46,7 @@ cdef extern from "kernels/kernels.h" nogil:
         void (*exclude)(void *st, void *running_max, const uint32_t *words, int vectors, Py_ssize_t keys,
                         double fill) noexcept nogil
         void (**softmax)(void *st, Py_ssize_t keys, const void *chunk_max, void *m, void *l, void *alpha,
-                         void *beta, int mark) noexcept nogil
+                         void *beta) noexcept nogil
         void (**values)(void *ot, const void *st, const char *v, Py_ssize_t v_stride, Py_ssize_t width,
                         Py_ssize_t keys, const void *alpha, const void *beta, int first) noexcept nogil
         void (*values_marked)(void *ot, const void *st, const char *v, Py_ssize_t v_stride, Py_ssize_t width,
@@ -64,8 +64,9 @@ cdef extern from "kernels/kernels.h" nogil:
                            Py_ssize_t width, Py_ssize_t keys, const char *ahead, Py_ssize_t ahead_stride) noexcept nogil
         void (*few_bias)(void *s, const char *bias, Py_ssize_t key_stride, Py_ssize_t keys) noexcept nogil
         void (*few_alibi)(void *s, double slope, double position, Py_ssize_t keys) noexcept nogil
-        void (*few_exclude)(void *s, const uint32_t *words, Py_ssize_t pitch, Py_ssize_t keys) noexcept nogil
-        double (*few_softmax)(void *s, Py_ssize_t keys, int mark) noexcept nogil
+        void (*few_exclude)(void *s, const uint32_t *words, Py_ssize_t pitch, Py_ssize_t keys,
+                            double fill) noexcept nogil
+        double (*few_softmax)(void *s, Py_ssize_t keys) noexcept nogil
         void (*few_values)(void *o, void *l, const void *s, Py_ssize_t n_rows, const char *v, Py_ssize_t v_stride,
                            Py_ssize_t width, Py_ssize_t keys, const char *ahead, Py_ssize_t ahead_stride) noexcept nogil
         void (*few_values_marked)(void *o, void *l, const void *s, Py_ssize_t n_rows, const char *v,

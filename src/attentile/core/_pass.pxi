@@ -180,7 +180,7 @@ cdef bint score_chunk(const Job *job, Block *block, Shared *shared, const char *
     if start >= stop:
         return False
     fill_reals(shared.top, item, block.pitch, -INFINITY)
-    if not block.masked and block.all_lo <= chunk + start and chunk + stop <= block.all_hi:
+    if sees_all(block, chunk + start, chunk + stop):
         run.chunk = chunk
         run.start = start
         run.stop = stop
@@ -216,11 +216,12 @@ cdef void weigh(const Job *job, Block *block, Shared *shared, const char *v, Py_
     cdef const at_tiles *tiles = job.tiles
     cdef Py_ssize_t item = <Py_ssize_t> tiles.itemsize, r
     cdef char *st = shared.st + start * block.pitch * item
-    tiles.softmax[block.vectors - 1](st, stop - start, shared.top, block.m, block.l, shared.alpha, shared.beta, careful)
+    tiles.softmax[block.vectors - 1](st, stop - start, shared.top, block.m, block.l, shared.alpha, shared.beta)
     if job.total.data != NULL:
         tiles.add_totals(block.total, st, stop - start, shared.alpha, shared.beta, block.vectors)
     v += start * job.v.row
     if careful:
+        mark_excluded(job, block, shared, chunk, start, stop)
         tiles.values_marked(block.ot, st, v, job.v.row, job.value_width, stop - start, shared.alpha, shared.beta,
                             block.first, block.vectors)
     else:
@@ -248,6 +249,35 @@ cdef inline bint sees_key(const Job *job, const Block *block, Py_ssize_t r, Py_s
     if block.masked and block.mask_rows[r][j * job.mask.column] == 0:
         return False
     return job.bias.data == NULL or real_at(block.bias_rows[r] + j * job.bias.column, job.tiles.itemsize) != -INFINITY
+
+
+cdef inline bint sees_all(const Block *block, Py_ssize_t first, Py_ssize_t end) noexcept nogil:
+    """Whether every row sees the keys first .. end, so that there are no words for them."""
+    return not block.masked and block.all_lo <= first and end <= block.all_hi
+
+
+cdef void mark_excluded(const Job *job, Block *block, Shared *shared, Py_ssize_t chunk, Py_ssize_t start,
+                        Py_ssize_t stop) noexcept nogil:
+    """Weights of the keys chunk + start .. chunk + stop: -0.0 where a row may not see the key, for the marked tiles.
+
+    A weight of 0 does not tell: a key that is seen and scores -inf has it too, and its 0 * NaN counts.
+    """
+    cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, r, j
+    cdef Py_ssize_t row_step = AT_CHUNK * item if job.few else item, key_step = item if job.few else block.pitch * item
+    cdef char *weights = shared.st + start * key_step
+    cdef const uint32_t *words = shared.words + start // AT_WORD * block.pitch
+    if not sees_all(block, chunk + start, chunk + stop):
+        if job.few:
+            for r in range(block.n_rows):
+                job.tiles.few_exclude(weights + r * row_step, words + r, block.pitch, stop - start, -0.0)
+        else:
+            job.tiles.exclude(weights, shared.unused, words, block.vectors, stop - start, -0.0)
+    if job.bias.data == NULL:
+        return
+    for r in range(block.n_rows):
+        for j in range(stop - start):
+            if real_at(block.bias_rows[r] + (chunk + start + j) * job.bias.column, item) == -INFINITY:
+                set_real(weights + r * row_step + j * key_step, item, -0.0)
 
 
 cdef bint sees_any_key(const Job *job, const Block *block, Py_ssize_t r) noexcept nogil:

@@ -23,7 +23,7 @@ static void few_bias(void* s, const char* bias, ptrdiff_t key_stride, ptrdiff_t 
 
 static void few_alibi(void* s, double slope, double position, ptrdiff_t keys) {}
 
-static void few_exclude(void* s, const uint32_t* words, ptrdiff_t pitch, ptrdiff_t keys) {}
+static void few_exclude(void* s, const uint32_t* words, ptrdiff_t pitch, ptrdiff_t keys, double fill) {}
 
 at_tiles at_idle_like(const at_tiles* tiles) {
     return (at_tiles){

@@ -118,17 +118,17 @@ typedef struct {
     /* st[j][r] = fill where bit j % 32 of words[j / 32][r] is 0. */
     void (*exclude)(void* st, void* running_max, const uint32_t* words, int vectors, ptrdiff_t keys, double fill);
 
-    /* In place st = exp2(st - chunk_max). Merges the chunk into m and l and leaves the weights of the old (alpha)
-     * and the new (beta) part. mark != 0: a score of -inf becomes -0.0, which values_marked takes as excluded. */
+    /* In place st = exp2(st - chunk_max), never -0.0. Merges the chunk into m and l and leaves the weights of the old
+     * (alpha) and the new (beta) part. */
     void (*softmax[AT_MAX_VECTORS])(void* st, ptrdiff_t keys, const void* chunk_max, void* m, void* l, void* alpha,
-                                    void* beta, int mark);
+                                    void* beta);
 
     /* ot[e][n] for `width` columns of v; first != 0: ot is only written. Index: vectors - 1. */
     void (*values[AT_MAX_VECTORS])(void* ot, const void* st, const char* v, ptrdiff_t v_stride, ptrdiff_t width,
                                    ptrdiff_t keys, const void* alpha, const void* beta, int first);
 
-    /* The same where st is -0.0 the value is never used (it may be NaN or Inf). Slow: a block is redone with it
-     * only after NaN was seen in its result. */
+    /* The same, but where st is -0.0 the value is not used: an excluded key may have NaN or Inf there, and 0 * NaN is
+     * NaN. Any other weight uses it, 0 too. Slow: a block is redone with it only after NaN was seen in its result. */
     void (*values_marked)(void* ot, const void* st, const char* v, ptrdiff_t v_stride, ptrdiff_t width, ptrdiff_t keys,
                           const void* alpha, const void* beta, int first, int vectors);
 
@@ -159,14 +159,14 @@ typedef struct {
     void (*few_scores)(void* s, const void* q, ptrdiff_t n_rows, const char* k, ptrdiff_t k_stride, void* panels,
                        ptrdiff_t width, ptrdiff_t keys, const char* ahead, ptrdiff_t ahead_stride);
 
-    /* Of one row: s[j] += log2(e) * bias[j], as add_bias; s[j] -= slope * |position - j|, as alibi; s[j] = -inf where
+    /* Of one row: s[j] += log2(e) * bias[j], as add_bias; s[j] -= slope * |position - j|, as alibi; s[j] = fill where
      * bit j % 32 of words[j / 32 * pitch] is 0. Scores beyond `keys`, up to whole vectors, become anything. */
     void (*few_bias)(void* s, const char* bias, ptrdiff_t key_stride, ptrdiff_t keys);
     void (*few_alibi)(void* s, double slope, double position, ptrdiff_t keys);
-    void (*few_exclude)(void* s, const uint32_t* words, ptrdiff_t pitch, ptrdiff_t keys);
+    void (*few_exclude)(void* s, const uint32_t* words, ptrdiff_t pitch, ptrdiff_t keys, double fill);
 
-    /* Of one row: s = exp2(s - max), returns the maximum. mark as in softmax. */
-    double (*few_softmax)(void* s, ptrdiff_t keys, int mark);
+    /* Of one row: s = exp2(s - max), never -0.0; returns the maximum. */
+    double (*few_softmax)(void* s, ptrdiff_t keys);
 
     /* o[r][e] = sum_j s[r][j] * v[j][e] and l[r] = sum_j s[r][j]; marked as in values_marked. */
     void (*few_values)(void* o, void* l, const void* s, ptrdiff_t n_rows, const char* v, ptrdiff_t v_stride,
