@@ -61,18 +61,20 @@ class Model:
     """The same tokens in plain lists, nothing ever dropped."""
 
     def __init__(
-        self, batch: int, heads: int, width: int, value_width: int, dtype: Any, window: Any, sinks: int
+        self, batch: int, heads: int, width: int, value_width: int, dtype: Any, window: Any, sink_tokens: int
     ) -> None:
         self.k: list[Array] = [np.zeros((heads, 0, width), dtype) for _ in range(batch)]
         self.v: list[Array] = [np.zeros((heads, 0, value_width), dtype) for _ in range(batch)]
         self.held_from = [0] * batch
-        self.window, self.sinks, self.heads, self.dtype = window, sinks, heads, dtype
+        self.window, self.sink_tokens, self.heads, self.dtype = window, sink_tokens, heads, dtype
         self.widths = (width, value_width)
 
     @classmethod
     def of(cls, cache: KVCache) -> Model:
         """An empty one of the same shape."""
-        return cls(cache.batch, cache.kv_heads, cache.head_dim, cache.value_dim, cache.dtype, cache.window, cache.sinks)
+        return cls(
+            cache.batch, cache.kv_heads, cache.head_dim, cache.value_dim, cache.dtype, cache.window, cache.sink_tokens
+        )
 
     @property
     def lengths(self) -> list[int]:
@@ -92,14 +94,14 @@ class Model:
 
     def can_truncate(self, ends: Any) -> bool:
         return self.window is None or all(
-            end - self.window[0] >= held or held <= self.sinks or end <= self.sinks
+            end - self.window[0] >= held or held <= self.sink_tokens or end <= self.sink_tokens
             for end, held in zip(ends, self.held_from, strict=True)
         )
 
     def truncate(self, ends: Any) -> None:
         for b, end in enumerate(ends):
             self.k[b], self.v[b] = self.k[b][:, :end], self.v[b][:, :end]
-            if end <= self.sinks:
+            if end <= self.sink_tokens:
                 self.held_from[b] = 0
 
     def reorder(self, items: Any) -> None:
@@ -127,7 +129,7 @@ class Model:
         chosen = []
         for b, n in enumerate(self.lengths):
             oldest = 0 if self.window is None else max(n - self.window[0] - 1, self.held_from[b])
-            chosen.append([t for t in range(n) if t < self.sinks or t >= oldest])
+            chosen.append([t for t in range(n) if t < self.sink_tokens or t >= oldest])
         most = max((len(own) for own in chosen), default=0)
         made = []
         for rows, width in zip((self.k, self.v), self.widths, strict=True):
@@ -144,31 +146,42 @@ class Model:
             for b, i in np.ndindex(len(self.k), rows):
                 at = int(start[b]) + i
                 seen[b, 0, i, max(at + 1, 0) :] = False
-                seen[b, 0, i, self.sinks : max(at - self.window[0], self.sinks)] = False
+                seen[b, 0, i, self.sink_tokens : max(at - self.window[0], self.sink_tokens)] = False
         return seen
 
-    def lacks(self, rows: int, valid: Any) -> bool:
-        """Whether one of the last rows of the valid tokens sees a token that is gone, token by token."""
+    def lacks(self, rows: int, valid: Any, start: Any = None) -> bool:
+        """Whether a row, from start on or of the last valid tokens, sees a token that is gone, token by token."""
         if self.window is None:
             return False
-        seen = self.seen(rows, valid - rows)
+        seen = self.seen(rows, valid - rows if start is None else start)
         for b, held in enumerate(self.held_from):
             seen[b, ..., valid[b] :] = False
-            if seen[b, ..., self.sinks : max(held, self.sinks)].any():
+            if seen[b, ..., self.sink_tokens : max(held, self.sink_tokens)].any():
                 return True
         return False
 
+    def start(self, rows: int, options: Any) -> Any:
+        """Where the first row of each item stands."""
+        if options.get("q_start") is not None:
+            return np.broadcast_to(options["q_start"], len(self.k))
+        if options.get("causal") in (True, "upper_left"):
+            return np.zeros(len(self.k), np.intp)
+        return np.broadcast_to(options.get("key_lengths", self.lengths), len(self.k)) - rows
+
     def attend(self, q: Array, **options: Any) -> Array | AttentionResult:
-        """attention() over all tokens, with the lengths and the window of the cache."""
+        """attention() over all tokens in the dtype of the cache, with its lengths and window."""
         k, v = self.full()
+        if self.window is not None:
+            mask = self.seen(q.shape[2], self.start(q.shape[2], options))
+            options["mask"] = mask & options["mask"] if "mask" in options else mask
         valid = np.broadcast_to(options.pop("key_lengths", self.lengths), len(self.k)).astype(np.intp)
         if not {"causal", "q_start"} & options.keys():
             options["causal"] = "lower_right"
-        if self.window is not None:
-            start = options["q_start"] if "q_start" in options else valid - q.shape[2]
-            mask = self.seen(q.shape[2], np.broadcast_to(start, len(self.k)))
-            options["mask"] = mask & options["mask"] if "mask" in options else mask
-        return attention(q, k, v, key_lengths=valid, **options)
+        found = attention(q.astype(self.dtype), k, v, key_lengths=valid, **options)
+        dtype = np.result_type(q.dtype, self.dtype)
+        if isinstance(found, AttentionResult):
+            return AttentionResult(*(None if x is None else x.astype(dtype) for x in found))
+        return found.astype(dtype)
 
 
 def pair_of(

@@ -68,7 +68,7 @@ def make(
     return Weights(*matrices, *biases, heads, kv_heads)
 
 
-def turned(x: Array, positions: Array, base: float = 10000.0, interleaved: bool = False) -> Array:
+def rotated(x: Array, positions: Array, base: float = 10000.0, interleaved: bool = False) -> Array:
     """Rotary by complex numbers: pair i of row p times exp(1j * p * base**(-2i / D)); x (rows, D)."""
     width = x.shape[-1]
     factor = np.exp(1j * np.outer(positions, base ** (-np.arange(0, width, 2) / width)))
@@ -81,13 +81,14 @@ def turned(x: Array, positions: Array, base: float = 10000.0, interleaved: bool 
 
 def oracle(
     w: Weights, x: Array, context: Array | None = None, allowed: Array | None = None, scale: float | None = None,
-    rotary: dict[str, Any] | None = None, positions: Any = None,
+    rotary: dict[str, Any] | None = None, positions: Any = None, projected: tuple[Array, Array] | None = None,
 ) -> Array:  # fmt: skip
-    """The layer for x (L, d_in) in float64, one head after the other; allowed (L, S)."""
+    """The layer for x (L, d_in) in float64, one head after the other; allowed (L, S); projected: q and k, if given."""
     x = x.astype(np.float64)
     source = x if context is None else context.astype(np.float64)
     zero = {name: 0.0 if bias is None else bias for name, bias in w.biases.items()}
     q, k, v = x @ w.q + zero["b_q"], source @ w.k + zero["b_k"], source @ w.v + zero["b_v"]
+    q, k = (q, k) if projected is None else projected
     width, value_width = q.shape[1] // w.heads, v.shape[1] // w.kv_heads
     attended = []
     for head in range(w.heads):
@@ -95,7 +96,7 @@ def oracle(
         q_h, k_h = q[:, head * width :][:, :width], k[:, kv_head * width :][:, :width]
         if rotary is not None:
             places = np.arange(len(x)) if positions is None else positions
-            q_h, k_h = turned(q_h, places, **rotary), turned(k_h, places, **rotary)
+            q_h, k_h = rotated(q_h, places, **rotary), rotated(k_h, places, **rotary)
         scores = q_h @ k_h.T * (width**-0.5 if scale is None else scale)
         if allowed is not None:
             scores = np.where(allowed, scores, -np.inf)
@@ -149,29 +150,33 @@ def torch_separate(w: Weights) -> dict[str, Array]:
     return arrays
 
 
+def grouped(w: Weights, place: str, names: str, groups: int, order: str) -> dict[str, Array]:
+    """The same with q, k and v in groups of equally many heads, `order` within each."""
+    arrays = {}
+    joined, bias = (
+        np.concatenate([np.split(parts[p], groups, axis=-1)[g] for g in range(groups) for p in order], axis=-1)
+        for parts in (
+            dict(zip("qkv", w.matrices, strict=False)),
+            {
+                p: np.zeros(m.shape[1]) if b is None else b
+                for p, m, b in zip("qkv", w.matrices, w.biases.values(), strict=False)
+            },
+        )
+    )
+    biases = (None, None) if w.b_q is None else (bias, w.b_o)
+    for name, matrix, b in zip(names.split(), (joined, w.o), biases, strict=True):
+        arrays[f"{place}{name}.weight"] = np.ascontiguousarray(matrix.T)
+        if b is not None:
+            arrays[f"{place}{name}.bias"] = b
+    return arrays
+
+
 def neox(w: Weights) -> dict[str, Array]:
     """Rows of query_key_value: for each key head its queries, its key, its value."""
-    width, group = w.q.shape[1] // w.heads, w.heads // w.kv_heads
-    parts, biases = [], []
-    for head in range(w.kv_heads):
-        for matrix, bias, size, first in (
-            (w.q, w.b_q, group * width, head * group * width),
-            (w.k, w.b_k, width, head * width),
-            (w.v, w.b_v, width, head * width),
-        ):
-            parts.append(matrix[:, first : first + size])
-            biases.append(np.zeros(size) if bias is None else bias[first : first + size])
-    arrays = {
-        "gpt_neox.layers.1.attention.query_key_value.weight": np.concatenate(parts, axis=1).T.copy(),
-        "gpt_neox.layers.1.attention.dense.weight": w.o.T.copy(),
-        "gpt_neox.layers.1.attention.masked_bias": np.array(-1e9),
-        "gpt_neox.layers.1.mlp.dense_h_to_4h.weight": np.ones((2, 2)),
-        "gpt_neox.layers.1.input_layernorm.weight": np.ones(2),
-    }
-    if w.b_q is not None:
-        arrays["gpt_neox.layers.1.attention.query_key_value.bias"] = np.concatenate(biases)
-        arrays["gpt_neox.layers.1.attention.dense.bias"] = w.b_o
-    return arrays
+    place = "gpt_neox.layers.1."
+    arrays = grouped(w, f"{place}attention.", "query_key_value dense", w.kv_heads, "qkv")
+    arrays |= {f"{place}attention.masked_bias": np.array(-1e9), f"{place}mlp.dense_h_to_4h.weight": np.ones((2, 2))}
+    return {**arrays, f"{place}input_layernorm.weight": np.ones(2)}
 
 
 def bert(w: Weights) -> dict[str, Array]:

@@ -49,20 +49,6 @@ def test_masked_arrays_are_refused_for_their_mask_would_be_lost(either, name):
         attention(**arrays)
 
 
-def test_masked_arrays_are_refused_everywhere(either):
-    x = np.ma.array(np.ones((1, 2, 3, 8)), mask=False)
-    cache = KVCache(1, 2, 8, rotary={})
-    with pytest.raises(TypeError, match=r"^KVCache.append: k is a masked array"):
-        cache.append(x, np.ones(x.shape))
-    with pytest.raises(TypeError, match=r"^KVCache.attend: q is a masked array"):
-        cache.attend(x)
-    with pytest.raises(TypeError, match=r"^rotary_embedding: x is a masked array"):
-        attentile.rotary_embedding(x)
-    w = np.eye(8)
-    with pytest.raises(TypeError, match=r"^MultiHeadAttention: x is a masked array"):
-        attentile.MultiHeadAttention(w, w, w, w, num_heads=2)(x[0])
-
-
 def test_dtypes_without_a_common_one(either):
     ml_dtypes = pytest.importorskip("ml_dtypes")
     x = np.ones((1, 2, 3, 4))

@@ -21,6 +21,7 @@ X = np.random.default_rng(0).standard_normal((2, 2, 4, 4))
 ROW, M = X[0, 0], np.ones((4, 4), bool)
 ANGLES = np.arange(8.0).reshape(4, 2)
 W = {f"w_{name}": np.eye(4) for name in "qkvo"} | {f"b_{name}": np.zeros(4) for name in "qkvo"}
+NORMS, NORM_BIASES = ({f"{bias}{name}_norm": np.ones(2) for name in "qk"} for bias in ("", "b_"))
 PART = at.attention_partial(X, X, X)
 RESULT = at.attention(X, X, X, return_lse=True)
 SCORES = dict(bias=X, q_start=np.array([0, 1]), causal=True, sinks=np.zeros(2), alibi_slopes=np.ones(2), mask=M)
@@ -36,6 +37,11 @@ def cache(**options: Any) -> at.KVCache:
 
 def layer(**options: Any) -> at.MultiHeadAttention:
     return at.MultiHeadAttention(**W, num_heads=2, **options)
+
+
+def made_and_called(**weights: Any) -> Any:
+    """Sinks are looked at by the call."""
+    return at.MultiHeadAttention(**weights)(X[0])
 
 
 def attend(**options: Any) -> Any:
@@ -108,7 +114,13 @@ CALLS: dict[str, list[tuple[Callable[..., Any], dict[str, Any]]]] = {
     ],
     "KVCache.truncate": [(lambda length: cache().truncate(length), dict(length=np.array([1, 2])))],
     "KVCache.reorder": [(lambda beam_index: cache().reorder(beam_index), dict(beam_index=np.array([1, 0])))],
-    "MultiHeadAttention.__init__": [(at.MultiHeadAttention, {**W, "num_heads": 2})],
+    "MultiHeadAttention.__init__": [
+        (
+            made_and_called,
+            {**W, "num_heads": 2, "sinks": np.zeros(2), **NORMS, "norm": {"kind": "rms", "eps": 1e-6}},
+        ),
+        (made_and_called, {**W, "num_heads": 2, **NORMS, **NORM_BIASES, "norm": {"kind": "layer", "eps": 1e-6}}),
+    ],
     "MultiHeadAttention.from_arrays": [(from_arrays, dict(arrays=CHECKPOINT))],
     "MultiHeadAttention.__call__": [
         (

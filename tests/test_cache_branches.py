@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import inspect
 import pickle
 import sys
 import threading
@@ -60,7 +59,7 @@ def test_truncate_and_go_on(impl):
 
 
 def test_truncate_a_window(impl):
-    cache = KVCache(1, 1, 4, window=(4, 0), sinks=2)
+    cache = KVCache(1, 1, 4, window=(4, 0), sink_tokens=2)
     model = Model.of(cache)
     for seed, (n, end) in enumerate(
         [(20, 20), (5, 20), (3, 22), (1, 22), (300, 200), (50, 2), (9, 8), (600, 0), (3, 3)]
@@ -81,7 +80,7 @@ def test_truncate_a_window(impl):
 
 
 def test_truncate_is_refused_where_the_next_row_would_lack_tokens():
-    cache, k = KVCache(1, 1, 4, window=(4, 0), sinks=2), normal(1, 1, 20, 4)
+    cache, k = KVCache(1, 1, 4, window=(4, 0), sink_tokens=2), normal(1, 1, 20, 4)
     cache.append(k, k)
     cache.append(k[:, :, :3], k[:, :, :3])  # held from 16: rows from 20 on
     before = state_of(cache)
@@ -96,18 +95,18 @@ def test_truncate_is_refused_where_the_next_row_would_lack_tokens():
     assert_array_equal(cache.keys(), k[:, :, :2])
 
 
-@pytest.mark.parametrize("sinks", [0, 3])
+@pytest.mark.parametrize("sink_tokens", [0, 3])
 @pytest.mark.parametrize("n", [1, 20, 255, 256, 257])
-def test_truncate_to_where_the_window_holds_nothing(impl, n, sinks):
-    cache = KVCache(1, 1, 4, window=(0, 0), sinks=sinks)
+def test_truncate_to_where_the_window_holds_nothing(impl, n, sink_tokens):
+    cache = KVCache(1, 1, 4, window=(0, 0), sink_tokens=sink_tokens)
     model, k = Model.of(cache), normal(1, 1, n, 4)
     for tokens in (k, k[:, :, :1]):
         for each in (cache, model):
             each.append(tokens, tokens)
     cache.truncate(n)
     model.truncate([n])
-    assert cache.keys().shape[2] == min(n, sinks)
-    assert pages_in_use(cache) == (min(n, sinks) > 0)
+    assert cache.keys().shape[2] == min(n, sink_tokens)
+    assert pages_in_use(cache) == (min(n, sink_tokens) > 0)
     for each in (cache, model):
         each.append(k, k)
     poison(cache)
@@ -196,7 +195,7 @@ def test_beams_of_a_full_batch_need_no_more_pages():
 
 @pytest.mark.parametrize("way", ["copy", "deepcopy", "pickle"])
 def test_copies_are_independent(way):
-    cache, _ = ragged(window=(20, 0), sinks=3)
+    cache, _ = ragged(window=(20, 0), sink_tokens=3)
     twin = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda c: pickle.loads(pickle.dumps(c))}[way](cache)
     before, tokens = state_of(cache)[:-1], cache.keys()
     assert_array_equal(twin.keys(), tokens)
@@ -270,21 +269,30 @@ def test_addresses_of_the_upper_half_of_memory():
 # ---- broken off ----
 
 
-PAGES = Path(pages.__file__).name
+ROOM = Path(pages.__file__).parent
 # Leaving a block is traced at its `with` again, before the lock is released; no signal is handled there.
-WITH = {number for number, line in enumerate(inspect.getsourcelines(pages)[0], 1) if line.strip().startswith("with ")}
+WITH = {
+    (path.name, number)
+    for path in ROOM.glob("*.py")
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+    if line.strip().startswith("with ")
+}
 
 
 class Interrupter:
-    """A trace function that raises KeyboardInterrupt at the n-th line of pages.py, as a signal could; 0 never does."""
+    """A trace function that raises KeyboardInterrupt at the n-th line of the cache's code, as a signal could; 0: never.
+
+    Not in what Python runs where it swallows exceptions.
+    """
 
     def __init__(self, at: int) -> None:
         self.at, self.lines = at, 0
 
     def __call__(self, frame, event, _):
-        if not frame.f_code.co_filename.endswith(PAGES) or frame.f_code.co_name == "__del__":
+        path = Path(frame.f_code.co_filename)
+        if path.parent != ROOM or frame.f_code.co_name == "__del__":
             return None
-        if event == "line" and frame.f_lineno not in WITH:
+        if event == "line" and (path.name, frame.f_lineno) not in WITH:
             self.lines += 1
             if self.lines == self.at:
                 raise KeyboardInterrupt
@@ -312,9 +320,9 @@ CHANGES = {
 
 
 def broken_off(change: str, at: int) -> int:
-    """Breaks the change off at this line of pages.py; the cache and its fork must be sound. Returns the lines run."""
+    """Breaks the change off at this line of the cache's code; the cache and its fork must be sound. The lines run."""
     k = normal(2, 1, 700, 4)
-    cache = KVCache(2, 1, 4, window=(60, 0), sinks=3)  # the next append drops the second page of each item
+    cache = KVCache(2, 1, 4, window=(60, 0), sink_tokens=3)  # the next append drops the second page of each item
     cache.append(k[:, :, :600], k[:, :, :600])
     twin = cache.fork()
     q, interrupter, before = normal(2, 1, 2, 4), Interrupter(at), sys.gettrace()

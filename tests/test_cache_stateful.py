@@ -41,13 +41,16 @@ class CacheMachine(RuleBasedStateMachine):
             self.restore.__exit__()
 
     @initialize(
-        batch=st.integers(1, 3), capacity=st.sampled_from([None, None, 40, 600]), dtype=st.sampled_from(["f4", "f8"]),
-        window=st.sampled_from([None, (0, 0), (4, 0), (20, 0), (256, 0)]), sinks=st.sampled_from([0, 0, 2, 17, 300]),
-    )  # fmt: skip
-    def start(self, batch, capacity, dtype, window, sinks):
+        batch=st.integers(1, 3),
+        capacity=st.sampled_from([None, None, 40, 600]),
+        dtype=st.sampled_from(["f4", "f8"]),
+        window=st.sampled_from([None, (0, 0), (4, 0), (20, 0), (256, 0)]),
+        sink_tokens=st.sampled_from([0, 0, 2, 17, 300]),
+    )
+    def start(self, batch, capacity, dtype, window, sink_tokens):
         cache = KVCache(
             batch, HEADS, WIDTH, capacity, value_dim=VALUE_WIDTH, dtype=dtype, window=window,
-            sinks=sinks if window else 0,
+            sink_tokens=sink_tokens if window else 0,
         )  # fmt: skip
         self.lives = [(cache, Model.of(cache))]
 
@@ -67,7 +70,7 @@ class CacheMachine(RuleBasedStateMachine):
         k, v = self.numbers(cache.batch, HEADS, n, WIDTH), self.numbers(cache.batch, HEADS, n, VALUE_WIDTH)
         later = model.copy()
         later.append(k, v, counts)
-        gone = [max(held - later.sinks, 0) for held in later.held_from]
+        gone = [max(held - later.sink_tokens, 0) for held in later.held_from]
         held = [length - lost for length, lost in zip(later.lengths, gone, strict=True)]
         before = state_of(cache)
         if cache.capacity is not None and max(held) > cache.capacity:
@@ -173,7 +176,7 @@ class CacheMachine(RuleBasedStateMachine):
         """A page stands where a token is held, and nowhere else."""
         size, table = cache.held.pages.pool.page_keys, cache.held.pages.table
         for b, (n, held) in enumerate(zip(model.lengths, model.held_from, strict=True)):
-            wanted = {t // size for t in range(n) if t < model.sinks or t >= held}
+            wanted = {t // size for t in range(n) if t < model.sink_tokens or t >= held}
             assert set(np.flatnonzero(table[b]).tolist()) == wanted
 
 

@@ -26,9 +26,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"window": (4, 0)},
     "long window": {"window": (300, 0)},
-    "sinks": {"window": (4, 0), "sinks": 3},
-    "many sinks": {"window": (40, 0), "sinks": 270},
-    "capacity": {"window": (4, 0), "sinks": 3, "capacity": 1500},
+    "sink tokens": {"window": (4, 0), "sink_tokens": 3},
+    "many sink tokens": {"window": (40, 0), "sink_tokens": 270},
+    "capacity": {"window": (4, 0), "sink_tokens": 3, "capacity": 1500},
 }
 
 
@@ -107,7 +107,7 @@ def test_a_failed_call_leaves_every_token(kind, how):
 
 @pytest.mark.parametrize("how", BREAKS)
 def test_ragged_items_and_forks(how):
-    layer, cache = W.layer(), KVCache(2, 2, 4, dtype="float64", window=(4, 0), sinks=2)
+    layer, cache = W.layer(), KVCache(2, 2, 4, dtype="float64", window=(4, 0), sink_tokens=2)
     layer(tokens(300), cache=cache, lengths=[300, 200])
     twin, fork = cache.fork(), cache.fork()
     fork_before = [array.tobytes() for array in (fork.keys(), fork.values())]

@@ -227,7 +227,7 @@ def test_a_cache_and_python_agree_on_every_call(compiled):
     names = CHOICES.keys() - {"segments"} | {"key_lengths"}
     taken = refused = 0
     for n in range(600):
-        kept: dict[str, Any] = {} if n % 2 else {"window": (4, 0), "sinks": n % 3}
+        kept: dict[str, Any] = {} if n % 2 else {"window": (4, 0), "sink_tokens": n % 3}
         cache = KVCache(2, KEY_HEADS, WIDTH, **kept)
         x = normal(2, KEY_HEADS, KEYS, WIDTH, seed=n)
         cache.append(x, x, lengths=[KEYS, KEYS - n % 4] if n % 5 else None)

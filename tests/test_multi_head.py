@@ -179,17 +179,17 @@ def cache_for(layer: MultiHeadAttention, batch: int, **options: Any) -> KVCache:
     )
 
 
-@pytest.mark.parametrize("turns", ["nobody", "the layer", "the cache", "equal options"])
-def test_steps_are_the_rows_of_the_whole(w, turns):
-    if turns != "nobody" and w.q.shape[1] // w.heads % 2:
+@pytest.mark.parametrize("rotates", ["nobody", "the layer", "the cache", "equal options"])
+def test_steps_are_the_rows_of_the_whole(w, rotates):
+    if rotates != "nobody" and w.q.shape[1] // w.heads % 2:
         w = make(d_in=w.q.shape[0], heads=w.heads, kv_heads=w.kv_heads, width=4)
     rotary = {"base": 300.0}
-    of_layer = rotary if turns in ("the layer", "equal options") else None
-    of_cache = dict(rotary) if turns in ("the cache", "equal options") else None
+    of_layer = rotary if rotates in ("the layer", "equal options") else None
+    of_cache = dict(rotary) if rotates in ("the cache", "equal options") else None
     layer = w.layer(rotary=of_layer)
     x = normal(2, 9, w.q.shape[0])
     shape = np.tri(9, dtype=bool)
-    expected = [oracle(w, item, allowed=shape, rotary=None if turns == "nobody" else rotary) for item in x]
+    expected = [oracle(w, item, allowed=shape, rotary=None if rotates == "nobody" else rotary) for item in x]
     cache = cache_for(layer, 2, rotary=of_cache)
     parts = [layer(x[:, :4], cache=cache), layer(x[:, 4:5], cache=cache), layer(x[:, 5:7], cache=cache)]
     parts += [layer(x[:, 7:8], cache=cache), layer(x[:, 8:9], cache=cache)]
@@ -211,11 +211,11 @@ def test_cache_of_one_item_takes_two_axes():
     assert np.isfinite(out).all()
 
 
-@pytest.mark.parametrize("turns", ["the layer", "the cache"])
-def test_ragged_items(turns):
+@pytest.mark.parametrize("rotates", ["the layer", "the cache"])
+def test_ragged_items(rotates):
     w = make(kv_heads=2)
-    layer = w.layer(rotary={} if turns == "the layer" else None)
-    cache = cache_for(layer, 3, rotary={} if turns == "the cache" else None)
+    layer = w.layer(rotary={} if rotates == "the layer" else None)
+    cache = cache_for(layer, 3, rotary={} if rotates == "the cache" else None)
     rows: list[list[Array]] = [[], [], []]  # of each item, as they came in
     found: list[list[Array]] = [[], [], []]
     for seed, lengths in enumerate([(5, 2, 4), (3, 1, 0), (1, 1, 1), (0, 4, 2)]):
@@ -348,8 +348,8 @@ def test_empty_axes(shape):
 @pytest.mark.parametrize(("batch", "rows"), [(0, 3), (2, 0), (0, 0)])
 def test_empty_axes_with_a_cache(batch, rows):
     layer = make(kv_heads=2).layer(rotary={})
-    for turns in (None, {}):
-        cache = cache_for(layer, batch, rotary=turns)
+    for rotates in (None, {}):
+        cache = cache_for(layer, batch, rotary=rotates)
         assert layer(np.empty((batch, rows, 12)), cache=cache).shape == (batch, rows, 12)
         assert cache.lengths.tolist() == [rows] * batch
 
@@ -393,8 +393,12 @@ FUSED, WIDER, NOT = np.ones((4, 12)), np.ones((4, 20)), None
         (ValueError, r"b_q has shape \(4,\); .* \(12,\)", [FUSED, NOT, NOT, EYE], dict(num_heads=4, b_q=EYE[0])),
         (ValueError, r"b_v has shape \(3,\); it must be \(4,\)", [EYE] * 4, dict(num_heads=2, b_v=EYE[0, :3])),
         (ValueError, r"b_o has shape \(\); it must be \(4,\)", [EYE] * 4, dict(num_heads=2, b_o=1.0)),
-        (ValueError, "per_head=True is for a fused weight", [EYE] * 4, dict(num_heads=2, per_head=True)),
-        (ValueError, "needs values as wide as keys", [WIDER, NOT, NOT, EYE], dict(num_heads=4, per_head=True)),
+        (ValueError, "layout='per_head' is for a fused weight", [EYE] * 4, dict(num_heads=2, layout="per_head")),
+        (ValueError, "needs values as wide as keys", [WIDER, NOT, NOT, EYE], dict(num_heads=4, layout="per_head")),
+        (ValueError, "layout is 'heads'; it must be one of side_by_side, per_head, codegen", [FUSED, NOT, NOT, EYE],
+         dict(num_heads=4, layout="heads")),
+        (ValueError, "layout='codegen' has 4 groups; num_kv_heads must be a multiple of that and is 2",
+         [FUSED, NOT, NOT, EYE], dict(num_heads=2, layout="codegen")),
         (TypeError, "scale is 'x'", [EYE] * 4, dict(num_heads=2, scale="x")),
         (ValueError, "scale is inf", [EYE] * 4, dict(num_heads=2, scale=np.inf)),
         (TypeError, "rotary is True; it must be a dict", [EYE] * 4, dict(num_heads=2, rotary=True)),

@@ -145,7 +145,7 @@ def cache_cases(dtype: Any) -> Iterator[tuple[str, Case]]:
     for name, steps, options in (
         ("one by one", (1,) * 40, {}), ("a prompt and tokens", (255, 1, 1, 1, 1, 30), {}),
         ("window", (200, 1, 1, 90, 1), {"window": (60, 0)}),
-        ("window and kept tokens", (200, 1, 1, 90, 1), {"window": (60, 0), "sinks": 4}),
+        ("window and kept tokens", (200, 1, 1, 90, 1), {"window": (60, 0), "sink_tokens": 4}),
         ("rotary", (100, 1, 1, 200, 1), {"turned": True}),
         ("pieces", (7, 250, 300), {}), ("a prompt longer than the window", (300, 1), {"window": (20, 0)}),
         ("reordered", (40, 1, 1, 5), {"reordered": True}),

@@ -87,6 +87,10 @@ def test_default():
         check({name: "default"}, frequencies(16), at=FAR)
     check({"type": "default", "rope_type": "default", "rope_theta": 5e5, "factor": None}, frequencies(16, 5e5), at=FAR)
     check({"type": "default", "rope_theta": 5e5}, frequencies(16, 5e5), base=5e5)
+    # One position for all sections is a token of text.
+    for section in ({"mrope_section": [2, 3, 3]}, {"mrope_section": [2, 3, 3], "mrope_interleaved": True}):
+        check({"type": "default", **section}, frequencies(16), at=FAR)
+        check({"type": "mrope", **section}, frequencies(16), at=FAR)
 
 
 @pytest.mark.parametrize("factor", [1, 1.0, 4.0, 2.5])
@@ -144,7 +148,13 @@ def test_yarn_options():
     both = (1 + mp.mpf("0.1") * mp.mpf(1.5) * mp.log(40)) / (1 + mp.mpf("0.1") * mp.mpf(0.5) * mp.log(40))
     check({**scaling, "mscale": 1.5, "mscale_all_dim": 0.5}, turns, scale=both)
     check({**scaling, "mscale": 0.707, "mscale_all_dim": 0.707, "attention_factor": 1.0}, turns)
-    check({**scaling, "mscale": 1, "mscale_all_dim": 0}, turns, scale=1 + mp.mpf("0.1") * mp.log(40))
+    plain = 1 + mp.mpf("0.1") * mp.log(40)
+    check({**scaling, "mscale": 1, "mscale_all_dim": 0}, turns, scale=plain)
+    # Of one alone, where every reading gives the same, or the factor is there.
+    check({**scaling, "mscale": 1.0}, turns, scale=plain)
+    check({**scaling, "mscale_all_dim": 0.0}, turns, scale=plain)
+    check({**scaling, "mscale_all_dim": 1.0, "attention_factor": 1.5}, turns, scale=1.5)
+    check({**scaling, "finetuned": True}, turns, scale=plain)
     check({**scaling, "max_position_embeddings": 163840}, turns, scale=1 + mp.mpf("0.1") * mp.log(40))
     no_factor = {key: value for key, value in scaling.items() if key != "factor"}
     check({**no_factor, "max_position_embeddings": 163840}, turns, scale=1 + mp.mpf("0.1") * mp.log(40))
@@ -169,6 +179,11 @@ def test_longrope(kind):
     check(scaling | {"attention_factor": 1.25}, near, scale=1.25)
     check(scaling | {"factor": 1.0}, far, at=(5000,))
     check(scaling | {"max_position_embeddings": 2048}, near)
+    derived = {key: value for key, value in scaling.items() if key != "original_max_position_embeddings"}
+    derived |= {"max_position_embeddings": 131072, "factor": 32.0}  # trained with 4096
+    growth = mp.sqrt(1 + mp.log(32) / mp.log(4096))
+    check(derived, near, scale=growth, at=(4095,))
+    check(derived, far, scale=growth, at=(4096,))
     weights = {"short_mscale": 1.1, "long_mscale": 1.25}
     check(scaling | weights, near, scale=1.1, at=(4095,))
     check(scaling | weights, far, scale=1.25, at=(4096,))
@@ -301,7 +316,13 @@ SCALINGS = [
     ("yarn", TypeError, "scaling is a str; it must be a dictionary"),
     ({}, ValueError, r"scaling has neither 'rope_type' nor 'type' \(its keys: \[\]\)"),
     ({"factor": 2.0}, ValueError, "scaling has neither .*'factor'.* default, linear, ntk, dynamic, yarn"),
-    ({"type": "mrope"}, ValueError, "scaling has type 'mrope'; it must be one of default"),
+    ({"type": "axial"}, ValueError, "scaling has type 'axial'; it must be one of default"),
+    ({"type": "default", "mrope_section": 8}, TypeError, r"scaling\['mrope_section'\] is 8; it must be a list"),
+    ({"type": "default", "mrope_section": [1, 2.5]}, TypeError, r"\['mrope_section'\]\[1\] is 2.5; it must be a"),
+    ({"type": "linear", "factor": 2.0, "mrope_section": [8]}, ValueError, r"keys \['mrope_section'\], which 'linear'"),
+    ({**YARN, "finetuned": 1}, TypeError, r"scaling\['finetuned'\] is 1; it must be True or False"),
+    ({"type": "su", "short_factor": [1.0] * 4, "long_factor": [1.0] * 4, "factor": 2.0}, ValueError,
+     r"lacks \['original_max_position_embeddings'\] \(models have it at the top level of their configuration\)"),
     ({"type": ["yarn"]}, ValueError, r"scaling has type \['yarn'\]; it must be one of"),
     ({"type": "linear", "rope_type": "yarn"}, ValueError, "scaling has rope_type 'yarn' and type 'linear'"),
     ({"type": "linear"}, ValueError, r"scaling of type 'linear' lacks \['factor'\]"),
@@ -324,7 +345,8 @@ SCALINGS = [
     ({"type": "yarn", "original_max_position_embeddings": 64}, ValueError, "scaling of type 'yarn' needs 'factor' or"),
     ({**YARN, "max_position_embeddings": 4096}, ValueError, "'yarn' has factor 4.0 and lengths whose ratio is 2.0"),
     ({**YARN, "beta_fast": 0.5}, ValueError, "scaling has beta_fast 0.5 and beta_slow 1.0"),
-    ({**YARN, "mscale": 1.0}, ValueError, "scaling has only one of 'mscale' and 'mscale_all_dim'"),
+    ({**YARN, "mscale": 0.5}, ValueError, "has only one of 'mscale' and 'mscale_all_dim'; .* it is 1.069.*, .* 1.138"),
+    ({**YARN, "mscale_all_dim": 1.0}, ValueError, "only one of 'mscale' and 'mscale_all_dim'; .* it is 1.0, .* 1.138"),
     ({**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "attention_factor": 1.2}, ValueError, "has attention_factor 1.2"),
     ({**YARN, "attention_factor": 0}, ValueError, r"\['attention_factor'\] is 0; it must be finite and positive"),
     ({**YARN, "truncate": 1}, TypeError, r"scaling\['truncate'\] is 1; it must be True or False"),

@@ -23,7 +23,7 @@ from attentile import KVCache, attention, explain, rotary_embedding
 
 LONG = os.environ.get("ATTENTILE_STRESS") == "long"
 HERE = Path(__file__).resolve().parent
-KERNELS = HERE.parent / "src" / "attentile" / "kernels"
+KERNELS = HERE.parent / "src" / "attentile" / "core" / "kernels"
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system can't fork")
 needs_timer = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no interval timers")
@@ -66,14 +66,13 @@ def cases() -> list[tuple[str, Any]]:
 # ---- the pool ----
 
 
+@pytest.mark.skipif(not (sys.platform.startswith("linux") and shutil.which("cc")), reason="needs a C compiler on Linux")
+@pytest.mark.skipif(not KERNELS.exists(), reason="the sources are not beside the tests")
 def test_the_pool_alone(tmp_path):
     """Tiny regions, 16 callers, nested calls, signals, growing scratch and forks (tests/fuzz/pool_stress.c)."""
-    compiler = shutil.which("cc")
     sources = [str(HERE / "fuzz" / "pool_stress.c"), str(KERNELS / "pool.c")]
-    if compiler is None or not all(map(os.path.exists, sources)) or not sys.platform.startswith("linux"):
-        pytest.skip("no C compiler or no sources here")
     program = tmp_path / "pool_stress"
-    command = [compiler, "-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-I", str(KERNELS), *sources]
+    command = ["cc", "-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-I", str(KERNELS), *sources]
     subprocess.run([*command, "-o", str(program), "-pthread"], check=True, timeout=120)
     done = subprocess.run(
         [program, str(often(10_000, 1_000_000))], capture_output=True, text=True, timeout=900, check=False
@@ -125,6 +124,82 @@ def test_sixteen_callers_with_exceptions_between(compiled):
     assert threading.active_count() == before
 
 
+CACHE = """
+import os, sys, threading, time
+import numpy as np
+from attentile import KVCache
+sys.setswitchinterval(1e-5)
+refused, done, failed = {}, {}, []
+
+def counted(call, *arguments):  # a thread that comes too late is told so, or that what it asks for is gone
+    try:
+        result = call(*arguments)
+    except (RuntimeError, ValueError) as error:
+        text = str(error)
+        known = ("this cache is ", "must lie between", "cannot go back to", "the window has dropped", "would hold")
+        assert text.startswith("KVCache.") and any(part in text for part in known), text
+        refused[call.__name__] = refused.get(call.__name__, 0) + 1
+    else:
+        done[call.__name__] = done.get(call.__name__, 0) + 1
+        return result
+
+def live(cache, seed, until):
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((2, 2, 300, 64), dtype=np.float32)
+    try:
+        while time.monotonic() < until:
+            n = int(rng.choice([1, 1, 1, 17, 60, 300]))
+            kind = rng.integers(0, 8)
+            if kind < 3:
+                counted(cache.append, x[:, :, :n], x[:, :, :n])
+            elif kind < 5:
+                found = counted(cache.attend, x[:, :, : min(n, 3)])
+                assert found is None or np.isfinite(found).all()
+            elif kind == 5:
+                counted(cache.truncate, max(cache.length - n, 0))
+            elif kind == 6:
+                counted(cache.reorder, rng.integers(0, 2, 2))
+            else:
+                twin = counted(cache.fork)
+                if twin is not None:  # this thread's own: nothing is refused, and no token is torn
+                    if cache.capacity is None:
+                        twin.append(x[:, :, :n], x[:, :, :n])
+                    assert (twin.keys() == twin.values()).all()
+            if cache.length > 20000:
+                counted(cache.truncate, 0)
+    except BaseException as error:
+        failed.append(error)
+        raise
+
+def check(cache):
+    pool, places = cache.held.pages.pool, {}
+    pool._settle()
+    for page in cache.held.pages.table[cache.held.pages.table != 0].tolist():
+        places[page] = places.get(page, 0) + 1
+    assert places == pool._references and not places.keys() & set(pool._free)
+    assert (cache.keys() == cache.values()).all()
+    cache.truncate(0)  # nobody has left the guard closed
+
+options = [{}, {"window": (100, 0), "sink_tokens": 3}, {"capacity": 2000}]
+for turn in range(3 * int(os.environ["ATTENTILE_STRESS_ROUNDS"])):
+    cache = KVCache(2, 2, 64, **options[turn % 3])
+    until = time.monotonic() + 1
+    threads = [threading.Thread(target=live, args=(cache, 10 * turn + n, until)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    check(cache)
+assert min(done.values()) > 5 and sum(refused.values()) > 5, (done, refused)
+print(done, refused)
+"""
+
+
+def test_four_threads_at_one_cache(compiled):
+    finished(CACHE)
+
+
 # ---- signals ----
 
 
@@ -168,7 +243,7 @@ def interrupt(*_):
 
 signal.signal(signal.SIGALRM, interrupt)
 for turn in range(150 * int(os.environ["ATTENTILE_STRESS_ROUNDS"])):
-    cache = KVCache(1, 4, 32, window=(40, 0), sinks=3)
+    cache = KVCache(1, 4, 32, window=(40, 0), sink_tokens=3)
     twin = cache.fork()
     try:
         armed = True

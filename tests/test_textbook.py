@@ -225,13 +225,13 @@ def test_a_layer_of_no_rows_and_of_many(impl):
     weights = np.random.default_rng(0).standard_normal((4, 4, 4))
     assert multi_head_attention(np.zeros((0, 4)), 4, 2, *weights).shape == (0, 4)
     assert multi_head_attention(np.zeros((2, 0, 4)), 4, 2, *weights).shape == (2, 0, 4)
-    x = np.random.default_rng(1).standard_normal((300, 4))
-    heads = [(x @ w).reshape(300, 2, 2).swapaxes(0, 1) for w in weights[:3]]
+    x = np.random.default_rng(1).standard_normal((800, 4))
+    heads = [(x @ w).reshape(800, 2, 2).swapaxes(0, 1) for w in weights[:3]]
     scores = heads[0] @ heads[1].swapaxes(1, 2) / np.sqrt(2)
-    scores = np.where(np.tri(300) == 0, -1e9, scores)
+    scores = np.where(np.tri(800) == 0, -1e9, scores)
     p = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    wanted = (p / p.sum(axis=-1, keepdims=True) @ heads[2]).swapaxes(0, 1).reshape(300, 4) @ weights[3]
-    np.testing.assert_allclose(multi_head_attention(x, 4, 2, *weights, np.tri(300)), wanted, rtol=1e-10, atol=1e-12)
+    wanted = (p / p.sum(axis=-1, keepdims=True) @ heads[2]).swapaxes(0, 1).reshape(800, 4) @ weights[3]
+    np.testing.assert_allclose(multi_head_attention(x, 4, 2, *weights, np.tri(800)), wanted, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("d_k", ["eight", None, [1, 2]], ids=repr)

@@ -58,7 +58,7 @@ def position_calls() -> None:
 
 
 def cache_and_layer_calls() -> None:
-    cache = at.KVCache(1, 2, 8, window=(3, 0), sinks=1, rotary={"base": 500.0})
+    cache = at.KVCache(1, 2, 8, window=(3, 0), sink_tokens=1, rotary={"base": 500.0})
     cache.append(x, x)
     twin: at.KVCache = cache.fork()
     twin.truncate(3)

@@ -63,7 +63,7 @@ def integer(
 
 def between(function: str, name: str, value: Any, highest: Array, what: str) -> Array:
     """An integer, or one per item, from 0 to `highest` of each item: as one per item."""
-    array = as_array(function, name, value)
+    array = as_array(function, name, value).copy()  # so that what is used is what was checked, whatever threads do
     if array.dtype.kind not in "iu" and not (array.size == 0 and highest.size == 0):
         raise TypeError(f"{function}: {name} has dtype {array.dtype}; it must be an integer, or one per item")
     if array.shape not in ((), highest.shape):

@@ -44,7 +44,7 @@ def attend(rng: Any, dtype: Any, rows: int, value_width: int, threads: int) -> N
 
 
 def cache(rng: Any, dtype: str, window: Any) -> None:
-    held = KVCache(2, 2, 8, value_dim=5, dtype=dtype, window=window, sinks=2 if window else 0, rotary={})
+    held = KVCache(2, 2, 8, value_dim=5, dtype=dtype, window=window, sink_tokens=2 if window else 0, rotary={})
     for n in (270, 1, 1, 3):
         k, v = rng.standard_normal((2, 2, n, 8)).astype(dtype), rng.standard_normal((2, 2, n, 5)).astype(dtype)
         held.append(k, v, lengths=[n, max(n - 1, 0)] if n == 3 else None)

@@ -27,7 +27,7 @@ def made(source: Source) -> Life:
     cache = KVCache(
         source.integer(1, 3), source.integer(1, 3), 2 * source.integer(1, 20), source.choice([None, 40, 300, 700]),
         value_dim=source.integer(1, 35), dtype=source.choice(["f4", "f8"]), window=window,
-        sinks=source.choice([0, 2, 17, 300]) if window else 0,
+        sink_tokens=source.choice([0, 2, 17, 300]) if window else 0,
         rotary=source.choice([None, None, {}, {"interleaved": True, "rotary_dim": 2}]),
     )  # fmt: skip
     return cache, Model.of(cache)
@@ -51,7 +51,7 @@ def append(source: Source, cache: KVCache, model: Model) -> None:
     stored = rotated(cache, np.asarray(k, cache.dtype), cache.lengths)
     later.append(stored, v, counts)
     if cache.capacity is not None:
-        gone = [max(held - later.sinks, 0) for held in later.held_from]
+        gone = [max(held - later.sink_tokens, 0) for held in later.held_from]
         if max(length - lost for length, lost in zip(later.lengths, gone, strict=True)) > cache.capacity:
             refused(cache, before, "the capacity is", cache.append, k, v, lengths=counts)
             return
@@ -93,7 +93,7 @@ def attend(source: Source, cache: KVCache, model: Model) -> None:
         refused(cache, before, "the window has dropped", cache.attend, q, **options)
         return
     found = cache.attend(q, num_threads=source.integer(1, 3), **options)
-    turned = rotated(cache, np.asarray(q).astype(q.dtype.newbyteorder("=")), valid - rows)
+    turned = rotated(cache, np.asarray(q, cache.dtype), valid - rows).astype(np.result_type(q, cache.dtype))
     assert_same(isa(), found, model.attend(turned, **options))
     assert state_of(cache) == before
 

@@ -1,26 +1,26 @@
 """Attention over what a cache holds: on its pages by the compiled core, else over copies of it.
 
 The commonest calls go from KVCache.attend straight to the core's view. The others are placed, rotated, converted and
-explained here.
+explained here. Callers are in a block of Held.using().
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .. import dispatch
-from ..arguments import as_array, between, named_in_errors
+from ..arguments import as_array, between, check_out, named_in_errors
 from ..attention import OPTIONS
 from ..masks import FAR, check_causal, per_item
 from ..outputs import AttentionResult, Outputs
 from ..positions.items import query_positions, rotate_items
-from ..runtime.threads import threads_for
+from ..runtime.threads import get_num_threads, threads_for
 from ..scores import Scores, check_mask
-from ..storage import promoted, ready
+from ..storage import promoted, ready, rounded
 from .retention import Held
 
 Array = NDArray[Any]
@@ -28,7 +28,13 @@ Index = NDArray[np.intp]
 
 
 def attend_held(held: Held, q: ArrayLike, options: Mapping[str, Any]) -> Array | AttentionResult:
-    """KVCache.attend, where the core's view did not do it."""
+    """KVCache.attend of a caller that is in a block of using()."""
+    view = held.view()
+    if view is not None:
+        given = q if held.rotary is None else held.rotated(q, -1, options)
+        found = None if given is None else view.attend(given, options, get_num_threads())
+        if found is not None:
+            return result_of(found)
     queries = as_array("KVCache.attend", "q", q)
     if queries.ndim != 4 or (queries.shape[0], queries.shape[3]) != (held.batch, held.head_dim):
         raise ValueError(
@@ -36,16 +42,48 @@ def attend_held(held: Held, q: ArrayLike, options: Mapping[str, Any]) -> Array |
         )
     rows = queries.shape[2]
     with named_in_errors("KVCache.attend"):
+        dtype = promoted("attention", queries, np.empty(0, held.dtype))[1]
+        if queries.dtype != held.dtype:
+            return _attend_converted(held, queries, options, dtype)
         start, placed = _place(held, rows, options)
         _check_held(held, start, rows, placed["key_lengths"])
-        if held.rotary is not None:
-            queries = queries.astype(promoted("attention", queries, np.empty(0, held.dtype))[1], copy=False)
-            if queries.size:
-                given = options.get("q_start") is not None
-                at = query_positions(start, rows, held.lengths, held.rotary, placed=given)
-                queries = rotate_items(queries, at, held.rotary, lengths=held.lengths)
+        near = None
+        if held.rotary is not None and queries.size:
+            given = options.get("q_start") is not None
+            at = query_positions(start, rows, held.lengths, held.rotary, placed=given)
+            if held.sink_positions == "cache":
+                near = rotate_items(queries, np.minimum(at, held.sink_tokens + held.left), held.rotary)
+            queries = rotate_items(queries, at, held.rotary, lengths=held.lengths)
         threads = threads_for(options.get("num_threads"), "attention")
-        return _attend(held, queries, placed, threads)
+        return _attend(held, queries, placed, threads, near)
+
+
+def _attend_converted(
+    held: Held, q: Array, options: Mapping[str, Any], dtype: np.dtype[Any]
+) -> Array | AttentionResult:
+    """The same for queries of another dtype than the cache's: they are converted to it, and the result to `dtype`.
+
+    The cache may be a thousand times larger than either, so it is never what is converted.
+    """
+    wider = dtype != held.dtype  # float64 for a cache in float32
+    out = options.get("out") if wider else None
+    if out is not None:
+        check_out("attention", out, (*q.shape[:3], held.value_dim), dtype)
+        options = {**options, "out": None}
+    found = attend_held(held, rounded(q, held.dtype), options)
+    if not wider:
+        return found
+    whole = found if isinstance(found, AttentionResult) else AttentionResult(found, None, None)
+    if out is None:
+        out = np.empty(whole.out.shape, dtype)
+    out[...] = whole.out
+    lse, weights = (None if x is None else x.astype(dtype) for x in whole[1:])
+    return AttentionResult(out, lse, weights) if isinstance(found, AttentionResult) else out
+
+
+def result_of(found: Any) -> Array | AttentionResult:
+    """What the core has given, as people get it."""
+    return AttentionResult(*found) if type(found) is tuple else found
 
 
 # ---- where the queries stand ----
@@ -62,6 +100,11 @@ def _place(held: Held, rows: int, options: Mapping[str, Any]) -> tuple[Index, di
         raise TypeError(f"KVCache.attend: no option is named {', '.join(unknown)}; use {', '.join(sorted(OPTIONS))}")
     if held.window is not None and options.get("window") is not None:
         raise ValueError(f"KVCache.attend: window= was given and the cache has window={held.window}; leave it out")
+    if held.window is not None and options.get("prefix_lengths") is not None:
+        raise ValueError(
+            f"KVCache.attend: prefix_lengths= opens keys ahead of a row and the cache has window={held.window}: no row "
+            "looks ahead there; leave it out, or keep a cache without a window and give window=(left, None) here"
+        )
     given = options.get("q_start")
     valid, longest = held.lengths, held.length
     if options.get("key_lengths") is not None:
@@ -88,12 +131,12 @@ def _place(held: Held, rows: int, options: Mapping[str, Any]) -> tuple[Index, di
 
 
 def _check_held(held: Held, start: Index, rows: int, valid: Index) -> None:
-    """Refuses rows that need tokens that the window has dropped."""
+    """Refuses rows that need tokens that the window has evicted."""
     if held.window is None:
         return
     held_from = held.held_from
     position = start[:, None] + np.arange(rows)
-    first = np.maximum(position - held.left, held.sinks)
+    first = np.maximum(position - held.left, held.sink_tokens)
     gone = first < np.minimum(np.minimum(position + 1, valid[:, None]), held_from[:, None])
     if gone.any():
         item, row = np.argwhere(gone)[0]
@@ -107,34 +150,97 @@ def _check_held(held: Held, start: Index, rows: int, valid: Index) -> None:
 # ---- what computes ----
 
 
-def _attend(held: Held, q: Array, options: dict[str, Any], threads: int) -> Array | AttentionResult:
-    """q, rotated, over what is held; options: those of _place()."""
-    view = held.view()
-    python = options.get("score_mod") is not None or (held.sinks and options.get("segments") is not None)
-    on_pages = view is not None and not python and promoted("attention", q)[0] == held.dtype
+def _attend(
+    held: Held, q: Array, options: dict[str, Any], threads: int, near: Array | None = None
+) -> Array | AttentionResult:
+    """q, rotated, over what is held; options: those of _place(). near: q rotated for the kept first tokens, if those
+    are seen from other positions than the others (sink_positions)."""
+    view, apart = held.view(), near is not None
+    segmented = held.sink_tokens and not apart and options.get("segments") is not None
+    on_pages = view is not None and view.bound and options.get("score_mod") is None and not segmented
     if on_pages:  # nothing but their shapes and dtype is asked of keys and values
         shape = (held.batch, held.kv_heads, held.length)
         k, v = (np.broadcast_to(np.zeros((), held.dtype), (*shape, width)) for width in (held.head_dim, held.value_dim))
+        scores = Scores(q, k, v, options, keep=True)
     else:
         k, v = held.copies([held.runs(item) for item in range(held.batch)], gaps=True)
-        if held.window is not None and held.sinks:
-            options = options | {"mask": _window_as_mask(held, q, options), "window": (None, 0)}
-    scores = Scores(q, k, v, options, keep=on_pages)
+        settled = {"mask": _window_as_mask(held, q, options, apart), "window": (None, 0)} if held.sink_tokens else {}
+        scores = Scores(q, k, v, options | settled)
     outputs = Outputs(scores, v, options)
-    if not on_pages:
-        dispatch.attend(scores, ready(v, scores.compute), outputs, threads)
-    elif scores.empty:
-        outputs.of_no_keys()
+
+    def run(outputs: Outputs) -> None:
+        if not on_pages:
+            dispatch.attend(scores, ready(v, scores.compute), outputs, threads)
+        elif scores.empty:
+            outputs.of_no_keys()
+        else:
+            settled = scores.options | ({"window": None} if held.window is not None else {})
+            intervals = _behind(held, scores) if apart else scores.intervals
+            view.fill(scores.q, settled, intervals, outputs, threads, apart)
+
+    if near is None:
+        run(outputs)
     else:
-        settled = scores.options | ({"window": None} if held.window is not None else {})
-        view.fill(scores.q, settled, scores.intervals, outputs, threads)
+        _run_apart(scores, outputs, run, _first_tokens(held, near, options, scores), threads)
     return outputs.finished()
 
 
-def _window_as_mask(held: Held, q: Array, options: dict[str, Any]) -> Array:
+def _window_as_mask(held: Held, q: Array, options: dict[str, Any], apart: bool) -> Array:
     """The caller's mask, and the window with its kept first tokens, which is no window that Scores knows."""
     key = np.arange(held.length)
     position = options["q_start"][:, None, None, None] + np.arange(q.shape[2])[:, None]
-    seen: Array = (key >= position - held.left) | (key < held.sinks)
+    first = key < held.sink_tokens
+    seen: Array = (key >= position - held.left) & ~first if apart else (key >= position - held.left) | first
     mask = check_mask(options.get("mask"), (*q.shape[:3], held.length))
     return seen if mask is None else seen & mask
+
+
+# ---- kept first tokens that are seen from positions of their own ----
+
+
+def _behind(held: Held, scores: Scores) -> tuple[Index, Index]:
+    """Intervals of the rows that leave out the kept first tokens."""
+    shape = (held.batch, scores.queries)
+    lo, hi = scores.intervals or (np.zeros(shape, np.intp), np.full(shape, held.length))
+    return np.maximum(lo, held.sink_tokens), hi
+
+
+def _first_tokens(held: Held, q: Array, options: dict[str, Any], scores: Scores) -> tuple[Scores, Array]:
+    """The same call over the kept first tokens only: its scores, without sinks, and its values."""
+    k, v = held.copies([[(0, min(held.sink_tokens, end))] if end else [] for end in held.lengths.tolist()])
+    n = k.shape[2]
+
+    def columns(array: Array | None) -> Array | None:
+        return array if array is None or array.ndim == 0 or array.shape[-1] == 1 else array[..., :n]
+
+    segments = options.get("segments")
+    if segments is not None:
+        of_rows, of_keys = segments if isinstance(segments, tuple) else (segments, segments)
+        segments = np.atleast_2d(of_rows), np.atleast_2d(of_keys)[:, :n]  # with the axis of items: never two items' ids
+    mask = check_mask(options.get("mask"), scores.shape)
+    own = {"mask": columns(mask), "bias": columns(scores.bias), "segments": segments, "causal": True, "window": None}
+    own |= {"key_lengths": np.minimum(options["key_lengths"], n), "sinks": None}
+    return Scores(q, k, v, options | own), v
+
+
+def _run_apart(
+    scores: Scores, outputs: Outputs, run: Callable[[Outputs], None], first: tuple[Scores, Array], threads: int
+) -> None:
+    """Both parts of the keys, one going on from where the other has ended. run: over the later tokens (`scores`)."""
+    near, v = first
+    before, n = near.before, near.keys
+    weights = None
+    if outputs.weights is not None:  # of the first tokens: they are those that come last
+        rest = Outputs(scores, v, None, partial=True)
+        run(rest)
+        near.before, near.sinks = rest.partial, scores.sinks
+        whole = Outputs(near, v, {"return_weights": True})
+        dispatch.attend(near, v, whole, threads)
+        weights = whole.weights
+        near.before, near.sinks = before, None
+    start = Outputs(near, v, None, partial=True)
+    dispatch.attend(near, v, start, threads)
+    scores.before = start.partial
+    run(outputs)
+    if outputs.weights is not None:
+        outputs.weights[..., :n] = weights

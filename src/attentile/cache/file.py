@@ -16,7 +16,8 @@ File = str | os.PathLike[str] | BinaryIO
 
 FORMAT = "attentile.KVCache 1"
 _NAMES = ("config", "lengths", "held_from", "keys", "values")
-_SETTINGS = ("batch", "kv_heads", "head_dim", "capacity", "value_dim", "dtype", "window", "sinks", "rotary")
+_WINDOW = ("window", "sink_tokens", "sink_positions")
+_SETTINGS = ("batch", "kv_heads", "head_dim", "capacity", "value_dim", "dtype", *_WINDOW, "rotary")
 _TABLE = "rotary_"  # prefix of the arrays among the options of the rotary embedding
 
 
@@ -59,6 +60,8 @@ def restore(kind: Callable[..., Any], stored: dict[str, Array]) -> Any:
 
     try:
         config = json.loads(str(stored["config"][()]))
+        if "sinks" in config:  # the name of sink_tokens in older files
+            config["sink_tokens"] = config.pop("sinks")
         for name, array in stored.items():
             if name.startswith(_TABLE):
                 config["rotary"][name.removeprefix(_TABLE)] = array
@@ -94,10 +97,11 @@ def _refill(held: Held, lengths: Array, held_from: Array, keys: Array, values: A
         held.pages.open(starts, counts, nothing, 0)
         held.pages.write(item, first, keys[part].swapaxes(0, 1), values[part].swapaxes(0, 1))
         at = part.stop
+    held.replaced()
 
 
 def write(file: File, stored: dict[str, Array]) -> None:
-    """To a path: into a new file beside it, which then takes its name."""
+    """To a path: into a new file in the same folder, which then takes its name."""
     content: Any = stored
     if not isinstance(file, (str, os.PathLike)):
         if not hasattr(file, "write"):

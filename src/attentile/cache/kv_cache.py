@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -17,7 +17,7 @@ from ..outputs import AttentionResult
 from ..positions.items import copied_options
 from ..runtime.threads import get_num_threads
 from . import file as cache_file
-from .attend import attend_held
+from .attend import attend_held, result_of
 from .file import File
 from .pages import addresses_in
 from .retention import Held
@@ -46,41 +46,51 @@ class KVCache:
     dtype : {"float32", "float64"}
         Of the storage. What is appended is converted to it.
     window : (left, 0), optional
-        A row at position t sees the tokens t - left ... t. Older ones are dropped and their pages used again.
-    sinks : int
-        With a window: the first tokens, which are kept and which every later row sees.
+        A row at position t sees the tokens t - left ... t. Older ones are evicted and their pages used again.
+    sink_tokens : int
+        With a window: how many of the first tokens are kept all the same; every later row sees them.
+    sink_positions : {"text", "cache"}
+        With sink_tokens and `rotary`: from where a row at position t looks at the kept first tokens. "text": from t, as
+        in a full cache. "cache": as if the tokens that it does not see had never been, from min(t, sink_tokens + left),
+        which is how StreamingLLM counts: the distance never grows beyond what the model was trained for. Not with
+        tables, dynamic or longrope scaling.
     rotary : dict, optional
         Keyword arguments of `rotary_embedding` (base, rotary_dim, interleaved, scaling, cos, sin). Keys are rotated
-        when they are appended, queries when they attend, at their positions. The frequencies of dynamic and longrope
-        scaling are those of the item's length at that moment (after the append). Stored keys are not rotated again
-        when it grows: past the trained length the result depends on how the tokens were split into appends.
+        when they are appended, queries when they attend, at their positions in the text: evicted tokens count. With
+        dynamic or longrope scaling the frequencies are those of the item's length at that moment (after the append),
+        and stored keys stay as they are: past the trained length the result depends on the sizes of the appends.
 
     Attributes
     ----------
     length : int
-        Tokens appended so far, of the longest item; dropped ones count.
+        Tokens appended so far, of the longest item, evicted ones included.
     lengths : ndarray of intp, shape (batch,)
         The same for each item; a copy.
-    batch, kv_heads, head_dim, value_dim, capacity, dtype, window, sinks, rotary
+    batch, kv_heads, head_dim, value_dim, capacity, dtype, window, sink_tokens, sink_positions, rotary
         As given.
 
     Raises
     ------
     TypeError, ValueError
-        A size that is not a positive integer, another dtype, a window that looks ahead, sinks without a window, more
-        storage than can be addressed, an unknown option of rotary.
+        A size that is not a positive integer, another dtype, a window that looks ahead, sink_tokens without a window,
+        more storage than can be addressed, an unknown option of rotary.
     IndexError
         Tables of `rotary` without a row.
 
     Notes
     -----
-    The rows of an append that starts at length n need the tokens from n - left on, so held_from, for each item, is
-    the largest n - left of its appends, at least 0. Tokens below held_from are gone, except the first `sinks`; an
-    `attend` or `truncate` that needs one of them raises. All rows of the latest append can always attend, even if it
-    was longer than the window. Results are those of a full cache, as if nothing had been dropped.
+    Window: the rows of an append that starts at length n need the tokens from n - left on, so tokens before held_from,
+    the largest n - left of the item's appends (at least 0), are evicted, except the first `sink_tokens`. An `attend` or
+    `truncate` that needs one of them raises. All rows of the latest append can always attend, even if it was longer
+    than the window. Results are those of a full cache with the same window, as if nothing had been evicted.
 
-    Pages are shared by forks and beams and copied by the first write. One cache must not be changed by two threads at
-    once, nor while another attends; attending in several threads, and forks in different threads, are fine.
+    Pages are shared by forks and beams and copied by the first write.
+
+    Threads: any number of them may attend, fork, save and read tokens at once. What changes the cache (append,
+    truncate, reorder, the call of a layer) needs it for itself: of two calls that must not meet, the later one raises
+    RuntimeError before it does anything; none of them waits. Forks are caches of their own, whatever pages they share.
+    A child of ``os.fork()`` begins with a fork of the cache if other threads were using it.
+
     ``copy.copy``, ``copy.deepcopy`` and pickle give an independent cache. Windows with kept first tokens: Xiao et al.,
     "Efficient Streaming Language Models with Attention Sinks", 2023; pages: Kwon et al., "Efficient Memory Management
     for Large Language Model Serving with PagedAttention", 2023.
@@ -111,9 +121,11 @@ class KVCache:
         value_dim: int | None = None,
         dtype: DTypeLike = "float32",
         window: tuple[int, int] | None = None,
-        sinks: int = 0,
+        sink_tokens: int = 0,
+        sink_positions: Literal["text", "cache"] = "text",
         rotary: Mapping[str, Any] | None = None,
     ) -> None:
+        sinks = sink_tokens, sink_positions
         held = Held(batch, kv_heads, (head_dim, value_dim), capacity, dtype, window, sinks, rotary)
         self.held = held  # internal: the way in for the other rooms of this package
         self.kv_heads = held.kv_heads
@@ -122,7 +134,8 @@ class KVCache:
         self.capacity = held.capacity
         self.dtype = held.dtype
         self.window = held.window
-        self.sinks = held.sinks
+        self.sink_tokens = held.sink_tokens
+        self.sink_positions = held.sink_positions
 
     @property
     def batch(self) -> int:
@@ -147,7 +160,8 @@ class KVCache:
     def __repr__(self) -> str:
         value_dim = self.value_dim if self.value_dim != self.head_dim else None
         extra: dict[str, Any] = {"value_dim": value_dim, "capacity": self.capacity, "window": self.window}
-        extra |= {"sinks": self.sinks or None, "rotary": self.held.rotary}
+        extra |= {"sink_tokens": self.sink_tokens or None}
+        extra |= {"sink_positions": "cache" if self.sink_positions == "cache" else None, "rotary": self.held.rotary}
         options = "".join(f", {name}={value}" for name, value in extra.items() if value is not None)
         tokens = " to ".join(str(n) for n in sorted({int(self.held.lengths.min(initial=self.length)), self.length}))
         tokens += " token" if tokens == "1" else " tokens"
@@ -179,8 +193,14 @@ class KVCache:
             Wrong shapes or dtypes, lengths beyond n, more tokens than the capacity. The cache is then as before.
         IndexError
             A token at a position for which the tables of `rotary` have no row. The cache is then as before.
+        RuntimeError
+            Another thread is using the cache.
         """
-        self.held.append(k, v, lengths)
+        held = self.held
+        view = held.view() if lengths is None and held.rotary is None else None
+        if view is None or not view.append(k, v, False):
+            with held.using("KVCache.append", change=True):
+                held.append(k, v, lengths)
 
     # ---- attention ----
 
@@ -196,8 +216,8 @@ class KVCache:
             Those of `attention`. S is `length`, the tokens ever appended to the longest item, for the shapes of mask,
             bias and the returned weights. Differences: causal is "lower_right" by default, True if q_start is given;
             without q_start and causal, window and ALiBi count from the last L tokens. key_lengths may not exceed the
-            lengths of the items, which are its default. window is refused if the cache has one. sinks are logits, as
-            in `attention`, not the first tokens that a cache with a window keeps.
+            lengths of the items, which are its default. A cache with a window refuses window and prefix_lengths: no
+            row of it looks ahead. `sinks` are logits, as in `attention`; `sink_tokens` of the cache are tokens.
 
             After an append with `lengths` the queries' padding, too, comes last in each row: give the lengths before
             the append as ``q_start``. With tables, dynamic or longrope scaling in `rotary`, rows behind the end of an
@@ -206,12 +226,15 @@ class KVCache:
         Returns
         -------
         ndarray, shape (batch, Hq, L, value_dim), or AttentionResult
-            As `attention` does; q and the cache are promoted. Rows of padding are to be ignored.
+            As `attention` does, in the dtype that q and the cache promote to. The arithmetic is that of the cache: q is
+            converted to its dtype, for the cache may be much larger. Rows of padding are to be ignored.
 
         Raises
         ------
         TypeError, ValueError
-            As `attention`, and if a row needs tokens that the window has dropped.
+            As `attention`, and if a row needs tokens that the window has evicted.
+        RuntimeError
+            Another thread is changing the cache.
         IndexError
             A row at a position for which the tables of `rotary` have no row.
 
@@ -229,31 +252,36 @@ class KVCache:
                [0.6 , 0.4 , 0.  ]])
         """
         held = self.held
-        view = held.view()
-        if view is not None:
-            given = q if held.rotary is None else held.turned(q, -1, options)
-            found = None if given is None else view.attend(given, options, get_num_threads())
-            if found is not None:
-                return AttentionResult(*found) if type(found) is tuple else found
-        return attend_held(held, q, options)
+        view = held.view() if held.rotary is None else None
+        found = None if view is None else view.attend(q, options, get_num_threads(), False)
+        if found is not None:
+            return result_of(found)
+        with held.using("KVCache.attend", change=False):
+            return attend_held(held, q, options)
 
     # ---- tokens out ----
 
     def keys(self) -> Array:
-        """The keys that are held, oldest first: a copy (batch, kv_heads, n, head_dim) with zeros after an item's end.
+        """The keys of the tokens so far, oldest first: a copy (batch, kv_heads, n, head_dim), 0 after an item's end.
 
         With a window: the kept first tokens and the last left + 1. With `rotary`: as stored, that is, rotated.
         """
-        return self.held.copies(self.held.visible())[0]
+        with self.held.using("KVCache.keys", change=False):
+            return self.held.copies(self.held.visible())[0]
 
     def values(self) -> Array:
         """The values of the tokens of `keys()`: a copy (batch, kv_heads, n, value_dim)."""
-        return self.held.copies(self.held.visible())[1]
+        with self.held.using("KVCache.values", change=False):
+            return self.held.copies(self.held.visible())[1]
 
     # ---- going back, branching ----
 
     def truncate(self, length: ArrayLike) -> None:
         """Forgets the tokens from `length` on (speculative decoding, an edited prompt).
+
+        A window that is full evicts a token for each one that comes, so the way back is one append long: guesses that
+        are appended in one call can be taken back. To go back over several appends, append the guesses to a `fork` and
+        those that hold to this cache; the fork shares its pages and evicts nothing here.
 
         Parameters
         ----------
@@ -264,17 +292,21 @@ class KVCache:
         ------
         TypeError, ValueError
             Not an integer between 0 and the item's length, or the next row would need tokens that the window has
-            dropped: length - left must be at least held_from, unless nothing was dropped or nothing but kept first
-            tokens is left. The cache is then as before.
+            evicted: length - left must be at least held_from (Notes of the class), unless nothing was evicted or
+            nothing but kept first tokens is left. The cache is then as before.
+        RuntimeError
+            Another thread is using the cache.
         """
         view = self.held.view()
-        if view is None or not view.truncate(length):
-            self.held.truncate(length)
+        if view is None or not view.truncate(length, False):
+            with self.held.using("KVCache.truncate", change=True):
+                self.held.truncate(length)
 
     def fork(self) -> KVCache:
         """An independent cache with the same tokens. They share pages until one of them writes into one."""
         twin = object.__new__(type(self))
-        twin.__dict__ |= self.__dict__ | {"held": self.held.fork()}
+        with self.held.using("KVCache.fork", change=False):
+            twin.__dict__ |= self.__dict__ | {"held": self.held.fork()}
         return twin
 
     def reorder(self, beam_index: ArrayLike) -> None:
@@ -283,14 +315,17 @@ class KVCache:
         Parameters
         ----------
         beam_index : array_like of int, shape (new_batch,)
-            Old items, each as often as wanted; those not named are dropped.
+            Old items, each as often as wanted; those not named are forgotten.
 
         Raises
         ------
         TypeError, ValueError
             Not integers on one axis, or not between 0 and batch - 1.
+        RuntimeError
+            Another thread is using the cache.
         """
-        self.held.reorder(beam_index)
+        with self.held.using("KVCache.reorder", change=True):
+            self.held.reorder(beam_index)
 
     def __copy__(self) -> KVCache:
         return self.fork()
@@ -324,7 +359,7 @@ class KVCache:
         >>> KVCache.load(file).length
         3
         """
-        cache_file.write(file, cache_file.pack(self.held))
+        cache_file.write(file, self._packed("KVCache.save"))
 
     @classmethod
     def load(cls, file: File) -> KVCache:
@@ -347,4 +382,8 @@ class KVCache:
         return cache
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return cache_file.restore, (type(self), cache_file.pack(self.held))
+        return cache_file.restore, (type(self), self._packed("KVCache"))
+
+    def _packed(self, caller: str) -> dict[str, Array]:
+        with self.held.using(caller, change=False):
+            return cache_file.pack(self.held)

@@ -8,9 +8,9 @@ appended, for all key heads. One page is one run of memory that starts on a cach
     values  (kv_heads, page_keys, value_dim)             row after row
 
     table   (batch, n_pages)      item 0   [ A  B  C  . ]      a number is the address of a page, 0 means no page:
-                                  item 1   [ A  B  D  . ]      not there yet, or all its tokens were dropped
+                                  item 1   [ A  B  D  . ]      not there yet, or all its tokens were evicted
 
-Growing means one more page and never a copy of tokens. Forks and beams share pages (A and B above); who wants to write
+Growing means one more page and never a copy of tokens. Forks and beams share pages (A and B above); a cache that writes
 into a shared page copies that page first. Pages are cut from slabs of uninitialised memory and go back to a free list,
 never to the operating system before the last cache that uses them is gone.
 """
@@ -47,9 +47,10 @@ def signed(addresses: list[int]) -> list[int]:
 class PagePool:
     """The pages of a cache and of all its forks.
 
-    The lock makes forks that live in different threads independent of each other. A table that dies may do so in the
-    middle of anything (the garbage collector runs where it likes), so it takes no lock: it leaves its pages in
-    `returned`, and they are counted off before the next decision.
+    The lock makes forks in different threads independent of each other: only references are shared, and a page with
+    more than one of them is never written to. A table may die in the middle of anything (the garbage collector runs
+    where it likes), so it takes no lock: it leaves its pages in `returned`, and they are counted off before the next
+    decision.
     """
 
     def __init__(self, kv_heads: int, head_dim: int, value_dim: int, page_keys: int, dtype: np.dtype[Any]) -> None:
@@ -124,7 +125,7 @@ class PagePool:
     def shared(self, addresses: list[int]) -> list[int]:
         """Indices of the pages that must be copied before all of `addresses` are written to.
 
-        A page of which every reference is among them is left once: who comes last may have it.
+        Of a page that has all its references among them one need not be copied: the last one keeps the page.
         """
         with _lock:
             self._settle()
@@ -186,8 +187,8 @@ class PageTable:
         wanted = (first < ends[:, None]) & (first + size > starts[:, None])
         present = wanted & there
         missing = wanted ^ present
-        dropped = there & (first >= kept_first) & (first + size <= held_from[:, None])
-        old, given_up = table[present].tolist(), table[dropped].tolist()
+        evicted = there & (first >= kept_first) & (first + size <= held_from[:, None])
+        old, given_up = table[present].tolist(), table[evicted].tolist()
         copied, new = pool.shared(old), int(missing.sum())
         if not (new or copied or given_up):
             return
@@ -199,7 +200,7 @@ class PageTable:
             pool.page(own[i])[:] = pool.page(old[i])
         table[present] = own
         table[missing] = taken
-        table[dropped] = 0
+        table[evicted] = 0
         self.table = table
         pool.release([old[i] for i in copied] + [address for address in given_up if address not in spare])
 
@@ -207,11 +208,11 @@ class PageTable:
         """Gives up the pages that start at or after the end of their item."""
         table = self.table.copy()
         beyond = (self.pool.page_keys * np.arange(table.shape[1]) >= ends[:, None]) & (table != 0)
-        dropped = table[beyond].tolist()
-        if dropped:
+        given_up = table[beyond].tolist()
+        if given_up:
             table[beyond] = 0
             self.table = table
-            self.pool.release(dropped)
+            self.pool.release(given_up)
 
     def parts(self, item: int, start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
         """(page, first slot, end slot, offset from start) of the pages that hold the tokens start ... end - 1."""

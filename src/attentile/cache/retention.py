@@ -1,10 +1,13 @@
-"""What a cache holds of the tokens of each item, and what it drops: the books, and every change of them.
+"""What a cache holds of the tokens of each item, and what it evicts: the numbers that say so, and every change of them.
 
-    window=(4, 0), sinks=2, 12 tokens in:      token      0 1 2 3 4 5 6 7 8 9 . .
+    window=(4, 0), sink_tokens=2, 12 tokens:     token      0 1 2 3 4 5 6 7 8 9 . .
                                                held       x x . . . . . x x x x x      held_from = 7
     the next row stands at 12 and sees                    x x             x x x x +itself
 
 A signal may break in anywhere: tokens are disowned before their pages go, and the core's view of both goes first.
+
+Threads: Held trusts its callers to be in a block of using(), for a change or to read. Only what is said of fork() holds
+while others read.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
+from threading import get_ident
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,8 +27,10 @@ from ..core.constants import CHUNK, PANEL
 from ..masks import FAR
 from ..positions.items import kept_options, rotate_items, row_positions
 from ..positions.rotary import rotary_embedding
+from ..positions.scaling import depends_on_length
 from ..runtime import backend
 from ..storage import ready
+from .guard import Guard
 from .pages import PagePool, PageTable
 
 Array = NDArray[Any]
@@ -71,12 +77,30 @@ def _window(window: Any) -> tuple[int, int] | None:
     return min(left, FAR), 0
 
 
+def _check_sink_positions(given: Any, sink_tokens: int, rotary: Mapping[str, Any] | None) -> None:
+    if not isinstance(given, str) or given not in ("text", "cache"):
+        raise ValueError(f"KVCache: sink_positions is {given!r}; it must be 'text' or 'cache'")
+    if given == "text":
+        return
+    if rotary is None or not sink_tokens:
+        raise ValueError(
+            "KVCache: sink_positions='cache' says how queries are rotated for the first tokens that a window keeps; "
+            "give window=, sink_tokens= and rotary= too"
+        )
+    if rotary.get("cos") is not None or depends_on_length(rotary.get("scaling")):
+        raise ValueError(
+            "KVCache: sink_positions='cache' needs a rotation by angles that grow with the position and stay what they "
+            "are; tables (cos, sin), dynamic and longrope scaling go with sink_positions='text'"
+        )
+
+
 class Held:
     """The tokens of a cache: its settings, arrays with one entry for each item, and the pages.
 
-    lengths: tokens ever appended. held_from: those below it are gone, but for the first `sinks`. writable: end of the
-    last page, if that is there and nobody else's, or 0. Arrays are replaced and never written to, except by the core,
-    whose view of them (`made`) writes lengths and held_from.
+    lengths: tokens ever appended. held_from: those below it are gone, but for the first `sink_tokens`. writable: end
+    of the last page, if that is there and nobody else's, or 0. guard: keeps calls apart that must not meet and, of the
+    compiled core, holds the arrays for its quick ways, which write lengths and held_from; Python replaces arrays and
+    writes into none, but for fork().
     """
 
     def __init__(
@@ -87,11 +111,12 @@ class Held:
         capacity: int | None,
         dtype: DTypeLike,
         window: Any,
-        sinks: int,
+        sinks: tuple[Any, Any],
         rotary: Any,
     ) -> None:
-        """The arguments of KVCache, unchecked; widths: of a key and of a value."""
+        """The arguments of KVCache, unchecked. widths: of a key and a value; sinks: sink_tokens, sink_positions."""
         head_dim, value_dim = widths
+        sink_tokens, self.sink_positions = sinks
         batch = _count("batch", batch, 0)
         self.kv_heads = _count("kv_heads", kv_heads, 1)
         self.head_dim = _count("head_dim", head_dim, 1)
@@ -100,10 +125,10 @@ class Held:
         self.dtype = _storage_dtype(dtype)
         self.window = _window(window)
         self.left = FAR if self.window is None else self.window[0]
-        self.sinks = _count("sinks", sinks, 0)
-        if self.sinks and self.window is None:
+        self.sink_tokens = _count("sink_tokens", sink_tokens, 0)
+        if self.sink_tokens and self.window is None:
             raise ValueError(
-                f"KVCache: sinks={self.sinks} keeps first tokens beside a window; give window=(left, 0) too"
+                f"KVCache: sink_tokens={self.sink_tokens} keeps first tokens beside a window; give window=(left, 0) too"
             )
         size = CHUNK  # a chunk of the pass; a small cache has one smaller page for each item
         if self.capacity is not None and self.window is None:
@@ -112,21 +137,21 @@ class Held:
         self.rotary = kept_options("KVCache", rotary)
         if self.rotary is not None:  # its own checks, before anything is stored
             rotate_items(np.zeros((1, 1, 1, self.head_dim), self.dtype), 0, self.rotary)
+        _check_sink_positions(self.sink_positions, self.sink_tokens, self.rotary)
         pool = PagePool(self.kv_heads, self.head_dim, self.value_dim, size, self.dtype)
         pool.grow(batch * pages)
         self.pages = PageTable(pool, np.zeros((batch, pages), np.intp))
         self.page_shape = (self.kv_heads, size, self.head_dim, self.value_dim)  # as the core takes it
         self.lengths = np.zeros(batch, np.intp)
         self.held_from = np.zeros(batch, np.intp)
-        self.writable = np.zeros(batch, np.intp)
-        self.made: Any = None
+        self._open_guard()
 
     def _pages_per_item(self, batch: int, size: int) -> int:
         """Pages that `capacity` tokens can touch, wherever they lie; 0 without a capacity."""
         capacity = self.capacity or 0
         pages = -(-capacity // size)
         if capacity and self.window is not None:
-            kept = min(self.sinks, capacity)
+            kept = min(self.sink_tokens, capacity)
             pages = -(-kept // size) + (capacity - kept + 2 * size - 2) // size
         needed = max(batch, 1) * max(pages, 1) * size * self.kv_heads * (self.head_dim + self.value_dim)
         if needed * self.dtype.itemsize > sys.maxsize:
@@ -145,34 +170,46 @@ class Held:
     def length(self) -> int:
         return int(self.lengths.max(initial=0))
 
-    # ---- the core's view ----
+    # ---- threads, and the core's view ----
+
+    def _open_guard(self) -> None:
+        """A guard of its own, for arrays of its own; no page may be written to as it is."""
+        self.owner: int | None = None  # the thread that is in attempt(), which may read there
+        self.guard: Any = Guard()
+        if backend.compiled is not None:
+            left = -1 if self.window is None else self.window[0]
+            capacity = -1 if self.capacity is None else self.capacity
+            limits = (left, self.sink_tokens, capacity)
+            self.guard = backend.compiled.CacheView(self.page_shape, self.dtype, limits, self.rotary is not None)
+        self.replaced()
+
+    def replaced(self, writable: Index | None = None) -> None:
+        """Arrays are others now. By default no page may be written to as it is."""
+        self.writable = np.zeros_like(self.lengths) if writable is None else writable
+        self.guard.bind((self.pages.table, self.lengths, self.held_from, self.writable) if self.batch else None)
+
+    def using(self, caller: str, change: bool) -> AbstractContextManager[None]:
+        """A block that has the tokens for itself, to change them, or reads them; RuntimeError if others are there."""
+        if not change and self.owner == get_ident():
+            return nullcontext()
+        found = "is in use" if change else "is being changed"
+        return self.guard.using(  # type: ignore[no-any-return]
+            change,
+            f"{caller}: this cache {found} by another call, probably of another thread; let the threads take turns "
+            "(a lock), or give each its own fork()",
+        )
 
     def view(self) -> Any:
         """The core's view of the arrays, or None where NumPy computes."""
-        core = backend.active
-        if core is None:
-            return None
-        if self.made is None and self.batch:
-            left = -1 if self.window is None else self.window[0]
-            capacity = -1 if self.capacity is None else self.capacity
-            arrays = (self.pages.table, self.lengths, self.held_from, self.writable)
-            limits = (left, self.sinks, capacity)
-            self.made = core.CacheView(self.page_shape, arrays, self.dtype, limits, self.rotary is not None)
-        return self.made
-
-    def _replaced(self, writable: Index | None = None) -> None:
-        """Arrays that a view of the core holds are others now. By default no page may be written to as it is."""
-        self.writable = np.zeros_like(self.lengths) if writable is None else writable
-        self.made = None
-        self.view()
+        return None if backend.active is None else self.guard
 
     # ---- tokens in ----
 
     def append(self, k: ArrayLike, v: ArrayLike, lengths: ArrayLike | None, keep: bool = False) -> None:
-        """KVCache.append. keep: pages that the window drops stay, for attempt()."""
+        """KVCache.append. keep: pages of evicted tokens stay, for attempt()."""
         view = self.view()
         if view is not None and lengths is None:
-            given = k if self.rotary is None else self.turned(k, 0, {})
+            given = k if self.rotary is None else self.rotated(k, 0, {})
             if given is not None and view.append(given, v):
                 return
         k, v = self._incoming("k", k, self.head_dim), self._incoming("v", v, self.value_dim)
@@ -188,18 +225,19 @@ class Held:
         k, v = ready(k, self.dtype), ready(v, self.dtype)  # copies come before changes: there may be no memory for them
         if self.rotary is not None and k.size:
             k = rotate_items(k, row_positions(self.lengths, counts, n), self.rotary)
-        table = self.pages.table
-        self.made = None
+        table, writable = self.pages.table, None
+        self.guard.bind(None)
         self.held_from = held_from
         try:
-            self.pages.open(self.lengths, counts, before if keep else held_from, self.sinks)
-        except BaseException:
-            self.held_from = before if self.pages.table is table else held_from
-            raise
-        self.write(k, v, self.lengths, counts)
-        self.lengths = self.lengths + counts
-        size = self.pages.pool.page_keys
-        self._replaced(np.where(counts > 0, -(-self.lengths // size) * size, 0))
+            self.pages.open(self.lengths, counts, before if keep else held_from, self.sink_tokens)
+            self.write(k, v, self.lengths, counts)
+            self.lengths = self.lengths + counts
+            size = self.pages.pool.page_keys
+            writable = np.where(counts > 0, -(-self.lengths // size) * size, 0)
+        finally:
+            if writable is None and self.pages.table is table:
+                self.held_from = before
+            self.replaced(writable)
 
     def _incoming(self, name: str, value: ArrayLike, width: int) -> Array:
         array = as_array("KVCache.append", name, value)
@@ -215,9 +253,12 @@ class Held:
             )
         return array
 
-    def turned(self, x: ArrayLike, before: int, options: Mapping[str, Any]) -> Array | None:
-        """x rotated, if a quick way takes it: at the next tokens, or (before = -1, with options of attend) the last."""
-        if options and not _PLACING.isdisjoint(options):
+    def rotated(self, x: ArrayLike, before: int, options: Mapping[str, Any]) -> Array | None:
+        """x rotated, if it is in the cache's dtype and all items have one length; else None.
+
+        before: 0, tokens that come next; -1, queries of the last tokens, with the options of attend.
+        """
+        if before and (self.sink_positions == "cache" or not _PLACING.isdisjoint(options)):
             return None
         fits = type(x) is np.ndarray and x.dtype is self.dtype and x.ndim == 4 and x.size > 0
         if not fits or x.shape[0] != self.batch or x.shape[3] != self.head_dim:  # type: ignore[union-attr]
@@ -229,10 +270,10 @@ class Held:
         return rotary_embedding(x, start, **(self.rotary or {}))
 
     def check_capacity(self, counts: Index, held_from: Index) -> None:
-        """Refuses counts[b] more tokens than an item may hold when it has dropped those below held_from[b]."""
+        """Refuses counts[b] more tokens than an item may hold when those below held_from[b] are evicted."""
         if self.capacity is None:
             return
-        held = self.lengths + counts - np.maximum(held_from - self.sinks, 0)
+        held = self.lengths + counts - np.maximum(held_from - self.sink_tokens, 0)
         if held.max(initial=0) > self.capacity:
             item = int(held.argmax())
             raise ValueError(
@@ -255,7 +296,7 @@ class Held:
         """The runs (first, end) of the tokens of an item that are held; of the later ones, those from held_from on."""
         end = int(self.lengths[item])
         later = max(int(self.held_from[item]), held_from)
-        runs = [(0, end)] if later <= self.sinks else [(0, min(self.sinks, end)), (later, end)]
+        runs = [(0, end)] if later <= self.sink_tokens else [(0, min(self.sink_tokens, end)), (later, end)]
         return [(first, last) for first, last in runs if first < last]
 
     def visible(self) -> list[list[tuple[int, int]]]:
@@ -285,34 +326,33 @@ class Held:
         """KVCache.truncate, where the core's view did not do it."""
         ends = between("KVCache.truncate", "length", length, self.lengths, "the lengths of the items")
         if self.window is not None:
-            whole = (self.held_from <= self.sinks) | (ends <= self.sinks)
+            whole = (self.held_from <= self.sink_tokens) | (ends <= self.sink_tokens)
             lost = ~whole & (ends - self.left < self.held_from)
             if lost.any():
                 item = int(lost.argmax())
                 raise ValueError(
                     f"KVCache.truncate: item {item} cannot go back to {ends[item]} tokens; the window has dropped "
                     f"those before {self.held_from[item]}, which leaves lengths from "
-                    f"{self.held_from[item] + self.left} on, or up to {self.sinks}"
+                    f"{self.held_from[item] + self.left} on, or up to {self.sink_tokens}"
                 )
         size = self.pages.pool.page_keys
         same_page = (ends - 1) // size == (self.lengths - 1) // size
-        self.made = None
+        self.guard.bind(None)
         self.lengths = ends
-        self.held_from = np.where(ends <= self.sinks, 0, self.held_from)
+        self.held_from = np.where(ends <= self.sink_tokens, 0, self.held_from)
         # Where the window holds no later token any more, only the kept first ones stay.
-        stay = np.where(self.held_from < ends, ends, np.minimum(self.sinks, ends))
+        stay = np.where(self.held_from < ends, ends, np.minimum(self.sink_tokens, ends))
         self.pages.cut(stay)
-        self._replaced(np.where(same_page & (stay == ends), self.writable, 0))
+        self.replaced(np.where(same_page & (stay == ends), self.writable, 0))
 
     def fork(self) -> Held:
-        """The same tokens on the same pages."""
-        pages = self.pages.fork()
-        self._replaced()  # every page is shared now
+        """The same tokens on the same pages. Other threads may read and fork meanwhile: they need no `writable`."""
+        self.writable[:] = 0  # from here on every page is shared
         twin = copy.copy(self)
-        twin.pages = pages
+        twin.pages = self.pages.fork()
         twin.lengths = self.lengths.copy()
         twin.held_from = self.held_from.copy()
-        twin._replaced()
+        twin._open_guard()
         return twin
 
     def reorder(self, beam_index: ArrayLike) -> None:
@@ -329,34 +369,44 @@ class Held:
                 f"and {self.batch - 1}, the last item"
             )
         items = items.astype(np.intp)
-        self.made = None
+        self.guard.bind(None)
         self.pages.reorder(items)
         self.lengths = self.lengths[items]
         self.held_from = self.held_from[items]
-        self._replaced()
+        self.replaced()
 
     # ---- taking back an append ----
 
-    def attempt(self, call: Callable[[], Result]) -> Result:
-        """call(), which may append once with keep=True; if it fails, the cache is as it was before.
+    def attempt(self, caller: str, call: Callable[[], Result]) -> Result:
+        """call() in a block of using(), which may append once with keep=True; if it fails, the cache is as before.
 
-        The pages that the window drops go when the call has come to its end. A fork would do the same, but makes every
-        page shared, so that each step of a decoder copied one.
+        It may read through the methods of KVCache, which a subclass may have replaced; other threads may not.
+
+        Pages of evicted tokens go when the call has come to its end. A fork would do the same, but makes every page
+        shared, so that each step of a decoder copied one.
         """
+        with self.using(caller, change=True):
+            self.owner = get_ident()
+            try:
+                return self._attempted(call)
+            finally:
+                self.owner = None
+
+    def _attempted(self, call: Callable[[], Result]) -> Result:
         lengths, held_from = self.lengths.copy(), self.held_from.copy()  # the core's view changes these in place
         try:
             result = call()
         except BaseException:
-            self.made = None
+            self.guard.bind(None)
             self.held_from = held_from  # first: between the two lines a signal finds tokens that are there
             self.lengths = lengths
             self.pages.cut(lengths)
-            self._replaced()
+            self.replaced()
             raise
         size = self.pages.pool.page_keys
         if (held_from // size != self.held_from // size).any():
-            self.made = None
+            self.guard.bind(None)
             with suppress(MemoryError):  # the call has succeeded; the next append tries again
-                self.pages.open(self.lengths, np.zeros_like(self.lengths), self.held_from, self.sinks)
-            self.view()
+                self.pages.open(self.lengths, np.zeros_like(self.lengths), self.held_from, self.sink_tokens)
+            self.replaced(self.writable)
         return result

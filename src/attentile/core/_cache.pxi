@@ -104,14 +104,16 @@ def store_tokens(k, v, tuple shape, table, starts, counts):
 # A cache as its calls see it
 # ---------------------------------------------------------------------------------------------------------------
 cdef class CacheView:
-    """The arrays of a KVCache, held ready for its calls.
+    """The arrays of a KVCache, held ready for its calls, and the guard that keeps calls apart that must not meet.
 
     shape and table as in store_tokens; lengths and held_from (B,) are read and, by append and truncate, written;
-    writable (B,): tokens up to which an item's pages are there and its own. left, kept, capacity: window, sinks and
-    capacity of the cache, -1 for none; rotary: queries have positions even if nothing else asks for them. A view is
-    good until the cache replaces one of its arrays. What a method answers with False or None is for Python to convert
-    or explain.
+    writable (B,): tokens up to which an item's pages are there and its own. left, kept, capacity: window, sink_tokens
+    and capacity of the cache, -1 for none; rotary: queries have positions even if nothing else asks for them. What a
+    method answers with False or None is for Python to convert or explain. inside: the caller is in a block of using();
+    else the method enters the guard itself, and a cache that is in use is another False or None.
     """
+    cdef int users                              # see kernels/guard.h
+    cdef readonly bint bound                    # whether the arrays are those of the cache
     cdef Layout layout
     cdef const Py_ssize_t[:, ::1] table
     cdef Py_ssize_t[::1] lengths
@@ -121,68 +123,121 @@ cdef class CacheView:
     cdef bint rotary
     cdef object dtype
 
-    def __init__(self, tuple shape, tuple arrays, dtype, tuple limits, bint rotary):
+    def __init__(self, tuple shape, dtype, tuple limits, bint rotary):
         self.layout = layout_of(shape)
-        self.table, self.lengths, self.held_from, self.writable = arrays
         self.left, self.kept, self.capacity = limits
         self.dtype = dtype
         self.rotary = rotary
 
-    def append(self, k, v):
-        """Tokens k, v (B, H, n, width) for every item, if they fit into open pages and no page is to be dropped."""
+    def bind(self, arrays):
+        """The arrays (table, lengths, held_from, writable) of the cache from now on, or None while they change."""
+        self.bound = False
+        if arrays is not None:
+            self.table, self.lengths, self.held_from, self.writable = arrays
+            self.bound = True
+
+    def using(self, bint change, str refusal):
+        """A block that has the cache for itself, to change it, or reads it; else RuntimeError with this text."""
+        return Using(self, change, refusal)
+
+    def append(self, k, v, bint inside=True):
+        """Tokens k, v (B, H, n, width) for every item, if they fit into open pages and no page is to be evicted."""
         if type(k) is not ndarray or type(v) is not ndarray or k.dtype is not self.dtype or v.dtype is not self.dtype:
             return False
-        if k.ndim != 4 or v.ndim != 4:
+        if k.ndim != 4 or v.ndim != 4 or not (inside or at_guard_enter(&self.users, True)):
             return False
-        if self.dtype is float32:
-            return append_typed[float](self, k, v)
-        return append_typed[double](self, k, v)
+        try:
+            if not self.bound:
+                return False
+            if self.dtype is float32:
+                return append_typed[float](self, k, v)
+            return append_typed[double](self, k, v)
+        finally:
+            if not inside:
+                at_guard_leave(&self.users, True)
 
-    def truncate(self, length):
+    def truncate(self, length, bint inside=True):
         """Every item back to `length` tokens, if that gives up no page."""
-        cdef Py_ssize_t b, end, size = self.layout.page_keys
         if type(length) is not int or not 0 < length <= PY_SSIZE_T_MAX:
             return False
-        end = length
-        for b in range(self.lengths.shape[0]):
-            if end > self.lengths[b] or (end - 1) // size != (self.lengths[b] - 1) // size:
-                return False
-            if self.left >= 0 and (end <= max(self.kept, self.held_from[b]) or end - self.left < self.held_from[b]):
-                return False
-        for b in range(self.lengths.shape[0]):
-            self.lengths[b] = end
-        return True
+        if not (inside or at_guard_enter(&self.users, True)):
+            return False
+        try:
+            return self.bound and truncate_all(self, length)
+        finally:
+            if not inside:
+                at_guard_leave(&self.users, True)
 
-    def fill(self, q, dict options, intervals, outputs, int threads):
-        """The same with checked values and outputs, as attend() of _door.pxi takes them, of which none is empty."""
+    def fill(self, q, dict options, intervals, outputs, int threads, bint apart=False):
+        """attend() with checked values and outputs, as attend() of _door.pxi takes them, of which none is empty.
+
+        apart: the kept first tokens are not meant; intervals leave them out.
+        """
         cdef Call call
         open_call(&call, 3)
         try:
             if intervals is not None:
                 call.given[INTERVALS] = <PyObject *> intervals
-            if not (number_options(&call, options) and take_pages(&call, self, q) and take_options(&call)
-                    and place_in_cache(&call, self)):
+            if not (self.bound and number_options(&call, options) and take_pages(&call, self, q)
+                    and take_options(&call) and place_in_cache(&call, self)):
                 raise SystemError("attentile: the core does not take what was checked; please report this call")
+            if apart:
+                call.job.structure.kept = 0
             take_outputs(&call, outputs)
             run_call(&call, run_attention, &call.job, threads)
         finally:
             close_batch(&call.batch)
 
-    def attend(self, q, dict options, int threads):
+    def attend(self, q, dict options, int threads, bint inside=True):
         """Queries (B, Hq, L, width) over the tokens; options and results as attention() of _door.pxi has them."""
         cdef Call call
+        if not (inside or at_guard_enter(&self.users, False)):
+            return None
         open_call(&call, 3)
         try:
-            if not (number_options(&call, options) and take_pages(&call, self, q) and take_options(&call)
-                    and place_in_cache(&call, self)):
+            if not (self.bound and number_options(&call, options) and take_pages(&call, self, q)
+                    and take_options(&call) and place_in_cache(&call, self)):
                 return None
             return call_results(&call, threads)
         finally:
             close_batch(&call.batch)
+            if not inside:
+                at_guard_leave(&self.users, False)
+
+
+cdef class Using:
+    """What CacheView.using() returns. In C, because no interrupt can come between its steps and those of `with`."""
+    cdef CacheView view
+    cdef bint change
+    cdef str refusal
+
+    def __init__(self, CacheView view, bint change, str refusal):
+        self.view = view
+        self.change = change
+        self.refusal = refusal
+
+    def __enter__(self):
+        if not at_guard_enter(&self.view.users, self.change):
+            raise RuntimeError(self.refusal)
+
+    def __exit__(self, *_):
+        at_guard_leave(&self.view.users, self.change)
+
+
+cdef bint truncate_all(CacheView view, Py_ssize_t end):
+    cdef Py_ssize_t b, size = view.layout.page_keys
+    for b in range(view.lengths.shape[0]):
+        if end > view.lengths[b] or (end - 1) // size != (view.lengths[b] - 1) // size:
+            return False
+        if view.left >= 0 and (end <= max(view.kept, view.held_from[b]) or end - view.left < view.held_from[b]):
+            return False
+    for b in range(view.lengths.shape[0]):
+        view.lengths[b] = end
+    return True
 
 
 cdef bint may_append(CacheView view, Py_ssize_t n):
-    """Whether n tokens fit into every item's open pages, within the capacity and without a page to drop."""
+    """Whether n tokens fit into every item's open pages, within the capacity and without a page to evict."""
     cdef Py_ssize_t b, held, size = view.layout.page_keys
     for b in range(view.lengths.shape[0]):
         if view.lengths[b] + n > view.writable[b]:
@@ -256,7 +311,7 @@ cdef int place_in_cache(Call *call, CacheView view) except -1:
     cdef Structure *structure = &job.structure
     cdef Py_ssize_t b
     cdef bint asked
-    if view.left >= 0 and call.windowed:
+    if view.left >= 0 and (call.windowed or structure.prefixes.data != NULL):
         return 0
     if call.given[KEY_LENGTHS] != NULL and not is_one_or(<object> call.given[KEY_LENGTHS], view.lengths.shape[0]):
         return 0

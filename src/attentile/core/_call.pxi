@@ -10,7 +10,7 @@
 # which a call meets them, and in Python only as the text of an error. Nothing is written before everything was taken.
 #
 # What a pass reads without the GIL can't change under it: arrays of numbers and integers are copied, as they are small.
-# (The lengths of a cache are not: whoever changes a cache while it attends is told not to.)
+# (The lengths of a cache are not: its guard, kernels/guard.h, lets nothing change it while it attends.)
 #
 # Included by _core.pyx after _arrays.pxi, _pass.pxi, _few.pxi and _stats.pxi.
 

@@ -148,3 +148,7 @@ cdef extern from "kernels/kernels.h" nogil:
     void at_narrow_f16(uint16_t *to, const float *source, Py_ssize_t n)
     void at_narrow_bf16(uint16_t *to, const float *source, Py_ssize_t n)
     int at_mask_run(const char *row, Py_ssize_t key_stride, Py_ssize_t keys, Py_ssize_t *lo, Py_ssize_t *hi)
+
+cdef extern from "kernels/guard.h" nogil:
+    int at_guard_enter(int *users, int change)
+    void at_guard_leave(int *users, int change)

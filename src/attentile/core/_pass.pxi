@@ -52,7 +52,7 @@ cdef inline void fetch_chunk(Shared *shared, const char *rows, Py_ssize_t stride
 
 
 cdef inline bint is_stored(const Job *job, Py_ssize_t b, Py_ssize_t c) noexcept nogil:
-    """False for the chunks that a windowed cache has dropped."""
+    """False for the chunks that a windowed cache has evicted."""
     return job.pages == NULL or job.pages[b * job.pages_batch + c] != 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,9 +13,17 @@ from ..arguments import as_array, between, check_out, check_scale, positive_inde
 from ..attention import OPTIONS, attention
 from ..cache import KVCache
 from ..outputs import AttentionResult
-from ..positions.items import copied_options, kept_options, rotate_items, row_positions, same_rotation
+from ..positions.items import (
+    copied_options,
+    kept_options,
+    rotate_items,
+    row_positions,
+    same_rotation,
+    unpadded_positions,
+)
 from ..positions.rotary import rotary_embedding
 from ..storage import promoted, rounded
+from .norms import Norms
 from .projections import NAME, Projections, matrix, times, vector, width_per_head
 
 Array = NDArray[Any]
@@ -31,7 +40,7 @@ class _Plan(NamedTuple):
     compute: np.dtype[Any]  # dtype of the arithmetic
     dtype: np.dtype[Any]  # dtype of the result
     lead: tuple[int, ...]  # batch axes of the result
-    drop: int  # 1 if x was given without the batch axis that a cache needs
+    added: int  # axes in front: 1 if x was given without the batch axis that a cache needs
 
 
 class MultiHeadAttention:
@@ -44,7 +53,7 @@ class MultiHeadAttention:
     ----------
     w_q : array_like, shape (d_in, num_heads * head_dim)
         Head h uses the columns h * head_dim .. (h + 1) * head_dim - 1; num_heads * head_dim need not equal d_in. With
-        w_k = w_v = None it is the fused weight (d_in, q + k + v), columns side by side (or see `per_head`).
+        w_k = w_v = None it is the fused weight (d_in, q + k + v), its columns as `layout` says.
     w_k, w_v : array_like, shapes (d_context, num_kv_heads * head_dim or value_dim), or None
         Keys and values; value_dim is free. If d_context differs from d_in, every call needs ``context``.
     w_o : array_like, shape (num_heads * value_dim, d_out)
@@ -54,12 +63,26 @@ class MultiHeadAttention:
     b_q, b_k, b_v, b_o : array_like, optional
         Biases, as long as their weight has columns; with a fused weight b_q is the fused bias.
     scale : float, optional
-        As in `attention`, if the call gives none.
+        As in `attention`, unless the call gives one that is not None. Default: head_dim ** -0.5.
+    sinks : array_like of float, shape (num_heads,), optional
+        As in `attention`, unless the call gives some.
     rotary : dict, optional
-        Keyword arguments of `rotary_embedding` ({} for its defaults), which then turns queries and keys.
-    per_head : bool
-        The columns of the fused weight are, for each key head in turn, its queries, its key and its value
-        (GPT-NeoX, BLOOM, Falcon).
+        Keyword arguments of `rotary_embedding` ({} for its defaults), which then rotates queries and keys.
+    norm : dict, optional
+        Normalise queries and keys before their product. ``kind`` is "rms" (Qwen3), "rms_plus_one", whose factor is
+        1 + weight (Gemma 3), or "layer", LayerNorm (Persimmon); ``eps`` is added to the mean of squares. Optional:
+        ``after_rotary=True`` normalises rotated queries and keys (HunYuan), ``values=True`` the values too, without a
+        weight (Gemma 4).
+    q_norm, k_norm : array_like, optional
+        Weights of `norm`, both or none. Shape (head_dim,) is shared by all heads, (num_heads, head_dim) has one row for
+        each, and with (num_heads * head_dim,) all heads together are normalised as one vector (OLMo 2); of keys,
+        num_kv_heads.
+    b_q_norm, b_k_norm : array_like, optional
+        Biases of a LayerNorm, as q_norm and k_norm.
+    layout : {"side_by_side", "per_head", "codegen"}, optional
+        Order of the columns of the fused weight: all queries, all keys, all values (the default); for each key head in
+        turn its queries, its key and its value (GPT-NeoX, BLOOM, Falcon); or four times the queries, values and keys of
+        a quarter of the heads (CodeGen).
 
     Raises
     ------
@@ -72,7 +95,7 @@ class MultiHeadAttention:
     and bfloat16 weights are converted to float32 in every call; convert them once if the memory allows it. The
     projections are NumPy's matrix products, so their last bits may depend on the number of rows of a call, those of the
     attention between them do not. A layer has the attributes num_heads, num_kv_heads, head_dim, value_dim, d_in,
-    d_context, d_out (int) and rotary (a copy of what was given, or None).
+    d_context, d_out (int), scale, rotary and norm (copies of what was given, or None).
 
     Examples
     --------
@@ -105,8 +128,14 @@ class MultiHeadAttention:
         b_v: ArrayLike | None = None,
         b_o: ArrayLike | None = None,
         scale: float | None = None,
+        sinks: ArrayLike | None = None,
         rotary: Mapping[str, Any] | None = None,
-        per_head: bool = False,
+        norm: Mapping[str, Any] | None = None,
+        q_norm: ArrayLike | None = None,
+        k_norm: ArrayLike | None = None,
+        b_q_norm: ArrayLike | None = None,
+        b_k_norm: ArrayLike | None = None,
+        layout: str | None = None,
     ) -> None:
         self.num_heads = positive_index(NAME, "num_heads", num_heads)
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -116,12 +145,12 @@ class MultiHeadAttention:
                 f"{NAME}: num_heads is {self.num_heads} and num_kv_heads is {self.num_kv_heads}; "
                 "num_heads must be a multiple of it"
             )
-        self._scale = check_scale(NAME, scale)
+        self.scale = check_scale(NAME, scale)
         self._w_o = matrix("w_o", w_o)
         self._b_o = vector("b_o", b_o, self._w_o.shape[1])
         self.value_dim = width_per_head("w_o", self._w_o.shape[0], "rows", self.num_heads)
         self._project = Projections(
-            (w_q, w_k, w_v), (b_q, b_k, b_v), self.num_heads, self.num_kv_heads, self.value_dim, bool(per_head)
+            (w_q, w_k, w_v), (b_q, b_k, b_v), self.num_heads, self.num_kv_heads, self.value_dim, layout
         )
         self.head_dim = self._project.head_dim
         self.d_in = self._project.d_in
@@ -131,7 +160,16 @@ class MultiHeadAttention:
         self._agreed: Any = None  # options of a cache that were found to be the same
         if self._rotary is not None:  # its own checks, with heads of this width
             rotary_embedding(np.empty((0, self.head_dim), np.float32), **self._rotary)
-        arrays = [*self._project.arrays, self._w_o, *([] if self._b_o is None else [self._b_o])]
+        shapes = {"q": (self.num_heads, self.head_dim), "k": (self.num_kv_heads, self.head_dim)}
+        shapes["v"] = self.num_kv_heads, self.value_dim
+        given = {"q": (q_norm, b_q_norm), "k": (k_norm, b_k_norm)}
+        self._norms = Norms(norm, given, shapes, rotates=self._rotary is not None)
+        # What the layer has and a call may override; None in a call means the layer's own.
+        logits = vector("sinks", sinks, self.num_heads, "query head")
+        self._defaults = {n: value for n, value in (("scale", self.scale), ("sinks", logits)) if value is not None}
+        if logits is not None:  # apart from the weights, because it does not count for the dtype of a call
+            promoted(NAME, logits)
+        arrays = [*self._project.arrays, *self._norms.arrays, self._w_o, *([] if self._b_o is None else [self._b_o])]
         promoted(NAME, *arrays)
         # An empty array that stands for all weights when a call settles its dtype.
         self._like = np.empty(0, np.result_type(*{array.dtype for array in arrays}))
@@ -144,7 +182,10 @@ class MultiHeadAttention:
         *,
         num_heads: int,
         num_kv_heads: int | None = None,
+        scale: float | None = None,
         rotary: Mapping[str, Any] | None = None,
+        norm: Mapping[str, Any] | None = None,
+        layout: str | None = None,
     ) -> MultiHeadAttention:
         """The attention layer whose arrays lie below `prefix` in a checkpoint, found by their usual names.
 
@@ -156,28 +197,32 @@ class MultiHeadAttention:
         prefix : str
             Where the layer is, with or without the last dot: "model.layers.0.self_attn", "blk.0". A shorter prefix
             will do as long as only one attention layer lies below it.
-        num_heads, num_kv_heads, rotary
-            As in the constructor; no array tells them.
+        num_heads, num_kv_heads, scale, rotary, norm, layout
+            As in the constructor. No array tells the numbers of heads, the rotation, and the kind and eps of a norm of
+            queries and keys. Default of scale: what the names tell, 1 for T5 and GPT-Neo; of layout: likewise.
 
         Returns
         -------
         MultiHeadAttention
+            Its norms of queries and keys, and its sinks, are those of the arrays.
 
         Raises
         ------
         ValueError
-            No known set of names is complete, or more than one is, or the attention has a further array, which may
-            change the result (a norm, a bias of the scores, a gate, an adapter). The message lists what was found.
+            No known set of names is complete, or more than one is; the names have two readings with other results, and
+            scale or layout must decide; there is a norm of queries and keys, and norm is missing; or the attention has
+            a further array, which may change the result (a norm of its input, a bias of the scores, a gate, an
+            adapter). The message lists what was found.
         TypeError
             Arrays that are not floating, as those of quantised checkpoints.
 
         Notes
         -----
-        Known are the names of PyTorch's nn.MultiheadAttention, of Llama, Mistral, Qwen2, Phi-3, OPT, CLIP, Whisper,
-        BERT, RoBERTa, ViT, GPT-2, GPT-NeoX, BLOOM, Falcon and T5 (scale 1; give its `t5_bias` to the call) in the
-        transformers library, of ViT in timm, and of GGUF files; the error for unknown names lists them all. GGUF files
-        of the Llama family hold the rows of q and k in another order than the original checkpoint: their rotary needs
-        ``interleaved=True``. ChatGLM uses the names of GPT-NeoX with another order: not supported.
+        The error for unknown names lists those that are known: of PyTorch's nn.MultiheadAttention, of some hundred
+        models of the transformers library, of ViT in timm, and of GGUF files. GGUF files and the original files of the
+        Llama family need ``"interleaved": True`` in rotary. T5 and MPNet need their `t5_bias` in the call. The
+        documentation has a table of models and their arguments, and lists the models whose arrays do not tell what
+        they differ in.
 
         Examples
         --------
@@ -190,7 +235,10 @@ class MultiHeadAttention:
         """
         from .checkpoints import find_attention  # here, because most programs never come by
 
-        found = find_attention(arrays, prefix)
+        given = {"scale": scale, "norm": norm, "layout": layout}
+        heads = positive_index(NAME, "num_heads", num_heads)
+        kv_heads = heads if num_kv_heads is None else positive_index(NAME, "num_kv_heads", num_kv_heads)
+        found = find_attention(arrays, prefix, (heads, kv_heads), given)
         return cls(**found, num_heads=num_heads, num_kv_heads=num_kv_heads, rotary=rotary)
 
     @property
@@ -198,9 +246,15 @@ class MultiHeadAttention:
         """The options of the rotation, a copy with read-only tables, or None."""
         return None if self._rotary is None else copied_options(self._rotary)
 
+    @property
+    def norm(self) -> dict[str, Any] | None:
+        """The options of the norms of queries and keys, a copy with defaults filled in, or None."""
+        return None if self._norms.scheme is None else asdict(self._norms.scheme)
+
     def __repr__(self) -> str:
-        same = {"d_context": self.d_in, "num_kv_heads": self.num_heads, "value_dim": self.head_dim, "rotary": None}
-        names = ("d_in", "d_context", "d_out", "num_heads", "num_kv_heads", "head_dim", "value_dim", "rotary")
+        same = {"d_context": self.d_in, "num_kv_heads": self.num_heads, "value_dim": self.head_dim}
+        same |= dict.fromkeys(("scale", "rotary", "norm"))
+        names = ("d_in", "d_context", "d_out", "num_heads", "num_kv_heads", "head_dim", "value_dim", *list(same)[3:])
         parts = {name: getattr(self, name) for name in names}
         return f"{NAME}({', '.join(f'{name}={part}' for name, part in parts.items() if same.get(name, '') != part)})"
 
@@ -231,7 +285,7 @@ class MultiHeadAttention:
         cache : KVCache, optional
             The keys and values of x are appended to it, and its default mask holds: a row sees all before it and
             itself. x is then (batch, L, d_in), or (L, d_in) for a cache of one item. A cache with a `rotary` of its own
-            turns queries and keys itself; the layer's must be the same or None.
+            rotates queries and keys itself; the layer's must be the same or None.
         lengths : array_like of int, shape (batch,), optional
             With a cache: the valid rows of x in each item, left-aligned. Output rows behind them mean nothing.
         out : ndarray, shape (..., L, d_out), optional
@@ -243,7 +297,8 @@ class MultiHeadAttention:
         Returns
         -------
         ndarray, shape (..., L, d_out), or AttentionResult(out, lse, weights) with return_lse or return_weights
-            dtype: that of x, context and the weights by the rules of `attention`.
+            dtype: that of x, context and the weights by the rules of `attention`. With a cache the projections are in
+            the arithmetic of the weights and the attention in that of the cache, whatever the dtype of x is.
 
         Raises
         ------
@@ -266,25 +321,26 @@ class MultiHeadAttention:
             self._check_cache(cache, rows, source, positions)
         elif lengths is not None:
             raise ValueError(f"{NAME}: lengths go with a cache; without one give key_lengths")
-        plan = self._plan(rows, source, cache is not None and rows.ndim == 2)
+        plan = self._plan(rows, source, cache is not None)
         if out is not None:
-            check_out(NAME, out, (*plan.lead, *plan.x.shape[-2:-1], self.d_out)[plan.drop :], plan.dtype)
-        if self._scale is not None:
-            options.setdefault("scale", self._scale)
+            check_out(NAME, out, (*plan.lead, *plan.x.shape[-2:-1], self.d_out)[plan.added :], plan.dtype)
+        for name, value in self._defaults.items():
+            if options.get(name) is None:
+                options[name] = value
         q, k, v = self._heads(plan)
         if cache is not None:
             return cache.held.attempt(
-                lambda: self._finish(self._attend_cached(q, k, v, cache, positions, lengths, options), plan, out)
+                NAME, lambda: self._finish(self._attend_cached(q, k, v, cache, positions, lengths, options), plan, out)
             )
         if self._rotary is not None:
-            q, k = self._turn(q, positions), self._turn(k, positions)
-        if q.shape[-2] != 1:  # the heads of a row side by side, as w_o takes them; a single row lies so anyway
-            beside = np.empty((*plan.lead, q.shape[-2], self.num_heads, self.value_dim), plan.compute)
-            options["out"] = beside.swapaxes(-2, -3)
+            q, k = self._rotated("q", q, positions), self._rotated("k", k, positions)
+        if q.shape[-2] != 1:  # the heads of a row side by side, as w_o takes them; of a single row they are so anyway
+            joined = np.empty((*plan.lead, q.shape[-2], self.num_heads, self.value_dim), plan.compute)
+            options["out"] = joined.swapaxes(-2, -3)
         return self._finish(attention(q, k, v, **options), plan, out)
 
     def keys_values(self, context: ArrayLike) -> tuple[Array, Array]:
-        """Keys and values of a context, for many calls that share it; not turned by `rotary`.
+        """Keys and values of a context, for many calls that share it; not rotated, keys normalised if the layer does.
 
         Parameters
         ----------
@@ -305,7 +361,7 @@ class MultiHeadAttention:
         """
         given = _rows("context", context, self.d_context)
         compute, dtype = promoted(NAME, given, self._like)
-        k, v = self._project(given, "kv", compute)
+        k, v = self._projected(given, "kv", compute)
         return rounded(k, dtype), rounded(v, dtype)
 
     def _source(self, context: Any) -> tuple[Array, ...]:
@@ -339,6 +395,11 @@ class MultiHeadAttention:
             raise ValueError(f"{NAME}: x has shape {x.shape}; with a cache it must be (batch, L, {self.d_in})")
         if cache.held.rotary is None:
             return
+        if self._norms.scheme is not None and self._norms.scheme.after_rotary:
+            raise ValueError(
+                f"{NAME}: the layer normalises rotated queries and keys, and the cache rotates after the layer; make "
+                "the cache with rotary=None"
+            )
         # Compared once for each cache: tables may be large.
         if self._rotary is not None and self._agreed is not cache.held.rotary:
             if not same_rotation(self._rotary, cache.held.rotary, self.head_dim):
@@ -352,9 +413,10 @@ class MultiHeadAttention:
                 f"{NAME}: the cache turns keys at its own positions; for other positions make it with rotary=None"
             )
 
-    def _plan(self, x: Array, context: tuple[Array, ...], drop: bool) -> _Plan:
+    def _plan(self, x: Array, context: tuple[Array, ...], cached: bool) -> _Plan:
         """Dtypes and batch axes."""
-        x = x[None] if drop else x
+        added = cached and x.ndim == 2  # a batch axis, which caches have
+        x = x[None] if added else x
         own = 3 if len(context) == 2 else 2  # axes that are not batch axes
         try:
             lead = np.broadcast_shapes(x.shape[:-2], *(array.shape[:-own] for array in context))
@@ -362,20 +424,28 @@ class MultiHeadAttention:
             shapes = " and ".join(str(array.shape) for array in (x, *context))
             raise ValueError(f"{NAME}: the batch axes of x and context do not broadcast ({shapes})") from None
         compute, dtype = promoted(NAME, x, *context, self._like)
-        return _Plan(x, context, compute, dtype, lead, int(drop))
+        if cached:  # the token is converted, and not every weight at every token
+            compute = promoted(NAME, self._like)[0]
+        return _Plan(x, context, compute, dtype, lead, int(added))
 
     def _heads(self, plan: _Plan) -> list[Array]:
         """Queries (..., num_heads, L, head_dim), keys and values (..., num_kv_heads, S, width)."""
         if not plan.context:
-            return self._project(plan.x, "qkv", plan.compute)
-        queries = self._project(plan.x, "q", plan.compute)
+            return self._projected(plan.x, "qkv", plan.compute)
+        queries = self._projected(plan.x, "q", plan.compute)
         if len(plan.context) == 1:
-            return queries + self._project(plan.context[0], "kv", plan.compute)
+            return queries + self._projected(plan.context[0], "kv", plan.compute)
         return queries + [rounded(array, plan.compute) for array in plan.context]
 
-    def _turn(self, x: Array, positions: Any) -> Array:
-        """x (..., heads, L, head_dim), which is ours, turned: in place, but for one row a new array is quicker."""
-        return rotate_items(x, positions, self._rotary or {}, out=x if x.shape[-2] > 1 else None)
+    def _projected(self, x: Array, names: str, dtype: np.dtype[Any]) -> list[Array]:
+        """Those of "qkv" in `names`, normalised unless that follows the rotation."""
+        parts = self._project(x, names, dtype)
+        return [self._norms.projected(name, part) for name, part in zip(names, parts, strict=True)]
+
+    def _rotated(self, name: str, x: Array, positions: Any) -> Array:
+        """Queries or keys (..., heads, L, head_dim), ours: in place, but for one row a new array is quicker."""
+        x = rotate_items(x, positions, self._rotary or {}, out=x if x.shape[-2] > 1 else None)
+        return self._norms.rotated(name, x)
 
     def _attend_cached(
         self, q: Array, k: Array, v: Array, cache: KVCache, positions: Any, lengths: Any, options: dict[str, Any]
@@ -387,12 +457,12 @@ class MultiHeadAttention:
             counts = between(NAME, "lengths", lengths, np.full(before.shape, rows, np.intp), "the rows of x")
         if self._rotary is not None and cache.held.rotary is None:
             if positions is not None:
-                positions = positions if lengths is None else _unpadded(positions, counts, rows)
+                positions = positions if lengths is None else unpadded_positions(NAME, positions, counts, rows)
             elif lengths is None and (before.size == 1 or (before == before[:1]).all()):
                 positions = int(before[0]) if before.size else None  # an int is the quickest form
             else:
                 positions = row_positions(before, counts, rows)
-            q, k = self._turn(q, positions), self._turn(k, positions)
+            q, k = self._rotated("q", q, positions), self._rotated("k", k, positions)
         if lengths is not None and options.get("q_start") is None:
             # The cache takes the last L tokens of an item for its queries; rows that are left-aligned start here.
             options["q_start"] = before
@@ -402,10 +472,10 @@ class MultiHeadAttention:
 
     def _finish(self, result: Array | AttentionResult, plan: _Plan, out: Array | None) -> Array | AttentionResult:
         """Concatenates the heads, projects by w_o, and gives everything the caller's dtype and axes."""
-        beside = (result.out if isinstance(result, AttentionResult) else result).swapaxes(-2, -3)
-        beside = beside.reshape(*beside.shape[:-2], self.num_heads * self.value_dim)
-        index = (0,) * plan.drop
-        projected = rounded(times(beside, self._w_o, self._b_o, plan.compute)[index], plan.dtype)
+        joined = (result.out if isinstance(result, AttentionResult) else result).swapaxes(-2, -3)
+        joined = joined.reshape(*joined.shape[:-2], self.num_heads * self.value_dim)
+        index = (0,) * plan.added
+        projected = rounded(times(joined, self._w_o, self._b_o, plan.compute)[index], plan.dtype)
         if out is None:
             out = projected
         else:
@@ -422,16 +492,3 @@ def _rows(name: str, value: Any, width: int) -> Array:
     if array.ndim < 2 or array.shape[-1] != width:
         raise ValueError(f"{NAME}: {name} has shape {array.shape}; it must be (..., rows, {width}) for these weights")
     return array
-
-
-def _unpadded(positions: Any, counts: Array, rows: int) -> Any:
-    """Given positions with those of padding replaced by the last one before it, or by 0 if there is none."""
-    at = as_array(NAME, "positions", positions)
-    fits = at.shape[-1:] in ((), (rows,)) and at.shape[:-1] in ((), (1,), (len(counts),))
-    if at.dtype.kind not in "iu" or not fits or at.size == 0 or (at.ndim == 0 and abs(int(at)) >= 2**62):
-        return positions  # for rotary_embedding to refuse
-    if at.ndim == 0:
-        at = int(at) + np.arange(rows)
-    row = np.minimum(np.arange(rows), counts[:, None] - 1)
-    found = np.take_along_axis(np.broadcast_to(at, row.shape), np.maximum(row, 0), axis=1)
-    return np.where(row < 0, 0, found)

@@ -1,12 +1,15 @@
 """The query, key and value projections of an attention layer: three weights, or one fused, applied as x @ W.
 
 Shapes: x (..., L, d_in), context (..., S, d_context); per head (..., heads, rows, width). Hq query heads, Hkv key
-heads, D their width, Dv the width of the values. Columns of a fused weight, and what the product becomes:
+heads, D their width, Dv the width of the values. A fused weight has its columns in groups, each of which holds as many
+queries, keys and values as the others:
 
-    side by side   Hq · D | Hkv · D | Hkv · Dv                  three slices
-    per head       Hkv times: Hq / Hkv queries | key | value    (..., L, Hkv, Hq / Hkv + 2, D), sliced in its axis -2
+    layout         groups   columns of one group
+    side_by_side   1        Hq · D | Hkv · D | Hkv · Dv
+    per_head       Hkv      queries of Hq / Hkv heads | key | value
+    codegen        4        queries | values | keys, of a quarter of the heads
 
-Slices of the weights and of the products are views; only queries per head with fewer key heads are copied.
+Slices of the weights and of the products are views; only parts of several groups with several heads each are copied.
 """
 
 from __future__ import annotations
@@ -26,6 +29,12 @@ Affine = tuple[Array, Array | None]  # a weight and its bias
 
 NAME = "MultiHeadAttention"  # errors carry the name of the class that people call
 
+# Order of the parts in a group; the number of groups, None for as many as there are key heads.
+LAYOUTS: dict[str, tuple[str, int | None]] = {
+    "side_by_side": ("qkv", 1),
+    "per_head": ("qkv", None),
+    "codegen": ("qvk", 4),
+}
 _ADVICE = "a weight that is used as x @ W.T must be given as W.T, fewer key heads as num_kv_heads="
 
 
@@ -39,13 +48,13 @@ def matrix(name: str, value: Any) -> Array:
     return array
 
 
-def vector(name: str, value: Any, size: int) -> Array | None:
-    """The bias of a weight with `size` columns."""
+def vector(name: str, value: Any, size: int, each: str = "column of its weight") -> Array | None:
+    """A bias, or whatever else there is one of for `each`."""
     if value is None:
         return None
     array = as_array(NAME, name, value)
     if array.shape != (size,):
-        raise ValueError(f"{NAME}: {name} has shape {array.shape}; it must be ({size},), one per column of its weight")
+        raise ValueError(f"{NAME}: {name} has shape {array.shape}; it must be ({size},), one per {each}")
     return array
 
 
@@ -78,7 +87,7 @@ class Projections:
     heads: int
     kv_heads: int
     value_dim: int
-    per_head: bool
+    layout: str | None
 
     def __post_init__(self, weights: tuple[Any, Any, Any], biases: tuple[Any, Any, Any]) -> None:
         self._fused: Affine | None = None
@@ -91,8 +100,10 @@ class Projections:
             self._take_separate(weights, biases)
 
     def _take_separate(self, weights: tuple[Any, Any, Any], biases: tuple[Any, Any, Any]) -> None:
-        if self.per_head:
-            raise ValueError(f"{NAME}: per_head=True is for a fused weight; pass it as w_q with w_k = w_v = None")
+        if self.layout is not None:
+            raise ValueError(
+                f"{NAME}: layout={self.layout!r} is for a fused weight; pass it as w_q with w_k = w_v = None"
+            )
         w_q, w_k, w_v = (matrix(f"w_{p}", w) for p, w in zip("qkv", weights, strict=True))
         shapes = f"w_q has shape {w_q.shape}, w_k {w_k.shape}, w_v {w_v.shape}"
         self.head_dim = width_per_head("w_q", w_q.shape[1], "columns", self.heads)
@@ -124,22 +135,39 @@ class Projections:
                 f"{self.kv_heads} key heads and values of width {self.value_dim} (rows of w_o / num_heads) it must "
                 f"have {both} * head_dim + {values} columns ({_ADVICE})"
             )
-        if self.per_head and width != self.value_dim:
-            raise ValueError(
-                f"{NAME}: per_head=True needs values as wide as keys; the values (rows of w_o / num_heads) have width "
-                f"{self.value_dim}, which leaves {width} for the keys"
-            )
         self.head_dim = width
         self.d_in = self.d_context = fused.shape[0]
         bias = vector("b_q", biases[0], columns)
         self._fused = fused, bias
-        if not self.per_head:
+        self._settle_groups()
+        if self._groups == 1:
             cut = [None] * 3 if bias is None else np.split(bias, self._ends)
             self._parts = dict(zip("qkv", zip(np.split(fused, self._ends, axis=1), cut, strict=True), strict=True))
 
+    def _settle_groups(self) -> None:
+        layout = "side_by_side" if self.layout is None else self.layout
+        if not isinstance(layout, str) or layout not in LAYOUTS:
+            raise ValueError(f"{NAME}: layout is {layout!r}; it must be one of {', '.join(LAYOUTS)}")
+        self._order, groups = LAYOUTS[layout]
+        self._groups = self.kv_heads if groups is None else groups
+        if layout == "per_head" and self.head_dim != self.value_dim:
+            raise ValueError(
+                f"{NAME}: layout='per_head' needs values as wide as keys; the values (rows of w_o / num_heads) have "
+                f"width {self.value_dim}, which leaves {self.head_dim} for the keys"
+            )
+        if self.kv_heads % self._groups:
+            raise ValueError(
+                f"{NAME}: layout={layout!r} has {self._groups} groups; num_kv_heads must be a multiple of that and is "
+                f"{self.kv_heads}"
+            )
+
     @property
-    def _ends(self) -> tuple[int, int]:
-        return self.heads * self.head_dim, (self.heads + self.kv_heads) * self.head_dim
+    def _ends(self) -> list[int]:
+        """Where the second and the third part of a group begin."""
+        widths = {"q": self.heads * self.head_dim, "k": self.kv_heads * self.head_dim}
+        widths["v"] = self.kv_heads * self.value_dim
+        first, second, _ = (widths[part] // self._groups for part in self._order)
+        return [first, first + second]
 
     @property
     def arrays(self) -> list[Array]:
@@ -148,14 +176,12 @@ class Projections:
 
     def __call__(self, x: Array, names: str, dtype: np.dtype[Any]) -> list[Array]:
         """Those of "qkv" in `names`, (..., heads, rows, width) each: fresh, of one product where a weight is fused."""
-        if self._fused is None or (names != "qkv" and not self.per_head):
+        if self._fused is None or (names != "qkv" and self._parts):
             found = {name: times(x, *self._parts[name], dtype) for name in names}
-        elif self.per_head:
-            in_group = self.heads // self.kv_heads + 2
-            groups = times(x, *self._fused, dtype).reshape(*x.shape[:-1], self.kv_heads, in_group, self.head_dim)
-            found = {"q": groups[..., :-2, :], "k": groups[..., -2, :], "v": groups[..., -1, :]}
         else:
-            found = dict(zip("qkv", np.split(times(x, *self._fused, dtype), self._ends, axis=-1), strict=True))
+            product = times(x, *self._fused, dtype)
+            groups = product.reshape(*x.shape[:-1], self._groups, product.shape[-1] // self._groups)
+            found = dict(zip(self._order, np.split(groups, self._ends, axis=-1), strict=True))
         query, key = (self.heads, self.head_dim), (self.kv_heads, self.head_dim)
         shapes = {"q": query, "k": key, "v": (self.kv_heads, self.value_dim)}
         return [found[name].reshape(*x.shape[:-1], *shapes[name]).swapaxes(-2, -3) for name in names]

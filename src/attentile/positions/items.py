@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..arguments import as_array
 from .rotary import places_of, rotary_embedding, settled_options
 from .scaling import counted_length, depends_on_length, read_scaling
 
@@ -50,6 +51,19 @@ def row_positions(starts: Array, counts: Array | int, rows: int) -> Array:
     for a later one tables may have no row, and it would change frequencies that depend on the length."""
     last = np.maximum(starts + counts - 1, 0)
     return np.minimum(starts[:, None] + np.arange(rows), last[:, None])
+
+
+def unpadded_positions(owner: str, positions: Any, counts: Array, rows: int) -> Any:
+    """Given positions with those of padding replaced by the last one before it, or by 0 if there is none."""
+    at = as_array(owner, "positions", positions)
+    fits = at.shape[-1:] in ((), (rows,)) and at.shape[:-1] in ((), (1,), (len(counts),))
+    if at.dtype.kind not in "iu" or not fits or at.size == 0 or (at.ndim == 0 and abs(int(at)) >= 2**62):
+        return positions  # for rotary_embedding to refuse
+    if at.ndim == 0:
+        at = int(at) + np.arange(rows)
+    row = np.minimum(np.arange(rows), counts[:, None] - 1)
+    found = np.take_along_axis(np.broadcast_to(at, row.shape), np.maximum(row, 0), axis=1)
+    return np.where(row < 0, 0, found)
 
 
 def query_positions(starts: Array, rows: int, lengths: Array, options: Mapping[str, Any], *, placed: bool) -> Array:

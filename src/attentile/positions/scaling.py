@@ -1,7 +1,7 @@
 """Frequencies of the rotary position embedding, plain and as the long-context methods change them.
 
-A pair i of rotary_dim / 2 turns by position * f_i, plain f_i = base^(-2 i / rotary_dim). Every formula is evaluated to
-60 digits and kept as the sum of two float64 numbers, so that positions far out keep their digits. Sources:
+Pair i of rotary_dim / 2 is rotated by position * f_i, plain f_i = base^(-2 i / rotary_dim). Every formula is evaluated
+to 60 digits and kept as the sum of two float64 numbers, so that positions far out keep their digits. Sources:
 
     linear     f / factor: Chen et al., "Extending Context Window of Large Language Models via Positional Inter-
                polation", 2023
@@ -12,7 +12,9 @@ A pair i of rotary_dim / 2 turns by position * f_i, plain f_i = base^(-2 i / rot
     longrope   f divided by a list, one for short and one for long input: Ding et al., "LongRoPE", 2024
     llama3     f and f / factor mixed by wavelength: the Llama 3.1 models (Grattafiori et al., "The Llama 3 Herd", 2024)
 
-with d = rotary_dim. The keys are those of the configurations that such models are published with.
+with d = rotary_dim. The keys are those of the configurations that such models are published with. Some of these keys do
+not change the frequencies: "finetuned" tells how a YaRN model was made, and "mrope_section" gives each position of an
+image three numbers, which are equal in text, where the rotation is the plain one.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arguments import finite, flag
+from ..arguments import finite, flag, integer
 
 if TYPE_CHECKING:
     from decimal import Decimal
@@ -41,7 +43,7 @@ _TRAINED, _REACHED = "original_max_position_embeddings", "max_position_embedding
 
 
 class Frequencies(NamedTuple):
-    """What turns the pairs: quarter turns per position as high + low, and a factor of sines and cosines."""
+    """What rotates the pairs: quarter turns per position as high + low, and a factor of sines and cosines."""
 
     high: Array
     low: Array
@@ -77,6 +79,13 @@ def _list(function: str, name: str, value: Any) -> tuple[float, ...]:
     return tuple(finite(function, f"{name}[{i}]", x) for i, x in enumerate(value))
 
 
+def _section(function: str, name: str, value: Any) -> None:
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"{function}: {name} is {value!r}; it must be a list of numbers of pairs")
+    for i, x in enumerate(value):
+        integer(function, f"{name}[{i}]", x, 0, wanted="a number of pairs")
+
+
 # How a value is read: the function, and what it must at least be. A key that is not here has a positive number.
 _READERS: dict[str, tuple[Callable[..., Any], *tuple[float, ...]]] = {
     "factor": (finite, 1.0),
@@ -87,6 +96,9 @@ _READERS: dict[str, tuple[Callable[..., Any], *tuple[float, ...]]] = {
     "short_factor": (_list,),
     "long_factor": (_list,),
     "truncate": (flag,),
+    "finetuned": (flag,),
+    "mrope_section": (_section,),
+    "mrope_interleaved": (flag,),
 }
 
 
@@ -122,13 +134,20 @@ def _check_yarn(values: dict[str, Any]) -> None:
     _require("factor" in values, f"of type 'yarn' needs 'factor' or {_REACHED!r}")
     fast, slow = values.setdefault("beta_fast", 32.0), values.setdefault("beta_slow", 1.0)
     _require(fast >= slow, f"has beta_fast {fast} and beta_slow {slow}; beta_fast must not be the smaller")
-    both = "mscale" in values
-    _require(both == ("mscale_all_dim" in values), "has only one of 'mscale' and 'mscale_all_dim'; give both or none")
+    weights = [values[key] for key in ("mscale", "mscale_all_dim") if key in values]
+    both = len(weights) == 2
 
     def magnitude(weight: float) -> float:
         return 0.1 * weight * math.log(values["factor"]) + 1.0 if values["factor"] > 1 else 1.0
 
-    found = magnitude(values["mscale"]) / magnitude(values["mscale_all_dim"]) if both else magnitude(1.0)
+    ratio = magnitude(values.get("mscale", 1.0)) / magnitude(values.get("mscale_all_dim", 0.0))
+    found = ratio if both else magnitude(1.0)
+    # Of a single one, libraries take the default of the other (1 or 0), or take neither into account.
+    _require(
+        both or "attention_factor" in values or math.isclose(ratio, found, rel_tol=_SAME),
+        "has only one of 'mscale' and 'mscale_all_dim'; give both or none, or 'attention_factor': for libraries that "
+        f"take the default of the other it is {ratio}, for those that then ignore both {found}",
+    )
     given = values.setdefault("attention_factor", found)
     _require(
         math.isclose(given, found, rel_tol=_SAME) or not both,
@@ -155,13 +174,23 @@ def _check_llama3(values: dict[str, Any]) -> None:
 
 # kind -> keys it needs, keys it may have (those of _ALWAYS go with each), what checks and completes the values.
 _KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Callable[[dict[str, Any]], None] | None]] = {
-    "default": ((), (), None),
+    "default": ((), ("mrope_section", "mrope_interleaved"), None),
     "linear": (("factor",), (), None),
     "ntk": (("factor",), (), None),
     "dynamic": (("factor",), (_TRAINED, _REACHED), _check_dynamic),
     "yarn": (
         (_TRAINED,),
-        ("factor", _REACHED, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+        (
+            "factor",
+            _REACHED,
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+            "finetuned",
+        ),
         _check_yarn,
     ),
     "longrope": (
@@ -171,7 +200,8 @@ _KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Callable[[dict[str, An
     ),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor", _TRAINED), (), _check_llama3),
 }
-_ALIASES = {"su": "longrope"}
+_ALIASES = {"su": "longrope", "mrope": "default"}
+_WITHOUT_EFFECT = ("finetuned", "mrope_section", "mrope_interleaved")
 _ALWAYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 
 
@@ -204,7 +234,7 @@ def read_scaling(scaling: Any) -> Scaling:
         raise TypeError(f"{NAME}: scaling is a {type(scaling).__name__}; it must be a dictionary, or None")
     items = tuple(
         (key, list, tuple(value), tuple(map(type, value)))
-        if key in ("short_factor", "long_factor") and type(value) is list
+        if key in ("short_factor", "long_factor", "mrope_section") and type(value) is list
         else (key, type(value), value, None)
         for key, value in scaling.items()
     )
@@ -221,18 +251,25 @@ def _checked(items: tuple[tuple[str, type, Any, Any], ...]) -> Scaling:
     kind = _kind(scaling)
     needed, optional, check = _KINDS[kind]
     given = {key: value for key, value in scaling.items() if value is not None}
+    if kind == "longrope" and _TRAINED not in given and {"factor", _REACHED} <= given.keys():
+        reached, factor = (finite(NAME, f"scaling[{key!r}]", given[key]) for key in (_REACHED, "factor"))
+        given[_TRAINED] = reached / factor
     missing = [key for key in needed if key not in given]
     unknown = [key for key in given if key not in (*needed, *optional, *_ALWAYS)]
     if missing or unknown:
-        found = f"lacks {missing}" if missing else f"has the keys {unknown}, which {kind!r} has no use for"
+        hint = " (models have it at the top level of their configuration)" if _TRAINED in missing else ""
+        found = f"lacks {missing}{hint}" if missing else f"has the keys {unknown}, which {kind!r} has no use for"
         raise ValueError(
             f"{NAME}: scaling of type {kind!r} {found}; it needs {list(needed)} and may have {[*optional, *_ALWAYS]}"
         )
     values = {}
     for key, value in given.items():
-        if key not in ("rope_type", "type"):
-            read, *least = _READERS.get(key, (finite,))
-            values[key] = read(NAME, f"scaling[{key!r}]", value, *least)
+        if key in ("rope_type", "type"):
+            continue
+        read, *least = _READERS.get(key, (finite,))
+        found = read(NAME, f"scaling[{key!r}]", value, *least)
+        if key not in _WITHOUT_EFFECT:
+            values[key] = found
     base, fraction = values.pop("rope_theta", None), values.pop("partial_rotary_factor", None)
     if fraction is not None and fraction > 1:
         raise ValueError(f"{NAME}: scaling['partial_rotary_factor'] is {fraction}; it must be at most 1")

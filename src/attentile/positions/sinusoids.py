@@ -53,10 +53,11 @@ def positional_encoding(
     """Sinusoidal positional encoding.
 
     With pos = offset + row, column 2i is ``sin(pos * base**(-2i / d_model))`` and column 2i+1 the cosine of the same
-    angle; an odd d_model ends with a sine. Angles have twice the digits of float64: up to position 2**40 a value is
-    within 4.5e-16 (2 ULP of 1.0) of the formula's, from which plain float64 is off by 1e-10 at position 10**6 already.
-    The bits of a row depend on its position alone. Formula: Vaswani et al., "Attention Is All You Need", 2017,
-    section 3.5.
+    angle; an odd d_model ends with a sine. With ``base=10000 ** (d_model / (d_model - 2))``, sines (``[:, 0::2]``) and
+    then cosines (``[:, 1::2]``) are the positions of Whisper and of fairseq's models. Angles have twice the digits of
+    float64: up to position 2**40 a value is within 4.5e-16 (2 ULP of 1.0) of the formula's, from which plain float64
+    is off by 1e-10 at position 10**6 already. The bits of a row depend on its position alone. Formula: Vaswani et al.,
+    "Attention Is All You Need", 2017, section 3.5.
 
     Parameters
     ----------
