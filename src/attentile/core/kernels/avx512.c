@@ -189,6 +189,22 @@ INLINE __mmask8 f64v_has_bit(__m512d n, int bit) {
     return _mm512_test_epi64_mask(units, _mm512_set1_epi64(1LL << bit));
 }
 
+/* 16 numbers of float16 at once, by the processor's own conversions; at_odd of halves.h comes before the second one. */
+#define F16_AT_ONCE 16
+INLINE void f16v_widen(float* to, const uint16_t* from) {
+    _mm512_storeu_ps(to, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from)));
+}
+INLINE __m256 f16v_odd(const double* from) {
+    const __m512i lost = _mm512_set1_epi64(0x1fffffff), bits = _mm512_loadu_si512(from);
+    const __m512i any = _mm512_add_epi64(_mm512_and_si512(bits, lost), lost);
+    const __m512i last = _mm512_and_si512(any, _mm512_set1_epi64(0x20000000));
+    return _mm512_cvtpd_ps(_mm512_castsi512_pd(_mm512_andnot_si512(lost, _mm512_or_si512(bits, last))));
+}
+INLINE void f16v_narrow(uint16_t* to, const double* from) {
+    const __m512 x = _mm512_insertf32x8(_mm512_castps256_ps512(f16v_odd(from)), f16v_odd(from + 8), 1);
+    _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+
 #define LANES 8
 #define V(name) f64v_##name
 #include "angles.inc"
