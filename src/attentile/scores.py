@@ -22,7 +22,7 @@ from .arguments import as_array, as_real, check_scale
 from .core.constants import LOG2E
 from .masks import structure
 from .partial import Partial
-from .storage import is_floating, native, promoted, ready
+from .storage import is_floating, promoted, readable, ready
 
 Array = NDArray[Any]
 Causal = bool | Literal["upper_left", "lower_right"]
@@ -124,7 +124,7 @@ def check_mask(mask: Any, shape: tuple[int, ...]) -> Array | None:
 
 
 def _bias(bias: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array | None:
-    """bias in the dtype of the arithmetic. A finite value must stay finite: only -inf excludes a key."""
+    """bias as the core reads it; the dtype of the arithmetic is `dtype`."""
     if bias is None:
         return None
     bias = as_array("attention", "bias", bias)
@@ -132,10 +132,7 @@ def _bias(bias: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array | No
         hint = "pass it as mask=" if bias.dtype == np.bool_ else "convert it with .astype(float)"
         raise TypeError(f"attention: bias has dtype {bias.dtype}; it must be floating ({hint}?)")
     _check_broadcast("bias", bias, shape)
-    if bias.dtype.itemsize > dtype.itemsize:
-        largest = np.finfo(dtype).max
-        bias = np.where(np.isinf(bias), bias, np.clip(bias, -largest, largest))
-    return native(bias, dtype)
+    return readable(bias, dtype)
 
 
 def _lead(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -68,11 +69,36 @@ def rounded(array: Array, dtype: np.dtype[Any]) -> Array:
         return array.astype(dtype)
 
 
+def _once(array: Array, convert: Callable[[Array], Array], axes: int) -> Array:
+    """convert(array), done once for what the first `axes` axes only repeat, as those that np.broadcast_to makes."""
+    if 0 not in array.strides[:axes]:
+        return convert(array)
+    some = tuple(slice(None if step else 1) for step in array.strides[:axes])
+    return np.broadcast_to(convert(array[some]), array.shape)
+
+
+def kept_finite(array: Array, dtype: np.dtype[Any]) -> Array:
+    """The array in a floating dtype, rounded once; a finite number that is too large becomes the largest."""
+    if array.dtype.itemsize > dtype.itemsize:
+        largest = np.finfo(dtype).max
+        array = np.where(np.isinf(array), array, np.clip(array, -largest, largest))
+    return native(array, dtype)
+
+
+def readable(array: Array, dtype: np.dtype[Any]) -> Array:
+    """A floating array as the core reads a bias: of a dtype that it converts as it reads, else in this dtype."""
+    own = array.dtype.newbyteorder("=")
+    if own in _NATIVE or own == np.float16 or own.name == "bfloat16":
+        return native(array, np.dtype(own.type))
+    return _once(array, lambda some: kept_finite(some, dtype), array.ndim)
+
+
 def native(array: Array, dtype: np.dtype[Any]) -> Array:
     """The array in this dtype, in the machine's byte order and aligned: itself whenever it already is."""
-    array = rounded(array, dtype)
-    if not array.flags.aligned:
-        array = array.copy(order="C")
+    if array.dtype != dtype:
+        array = _once(array, lambda some: rounded(some, dtype), array.ndim)
+    elif not array.flags.aligned:
+        array = _once(array, lambda some: some.copy(order="C"), array.ndim)
     return array if array.dtype is dtype else array.view(dtype)
 
 
@@ -83,5 +109,5 @@ def ready(array: Array, dtype: np.dtype[Any]) -> Array:
         return array
     array = native(array, dtype)
     if array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
-        array = array.copy(order="C")
+        array = _once(array, lambda some: some.copy(order="C"), array.ndim - 1)
     return array

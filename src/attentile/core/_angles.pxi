@@ -7,7 +7,7 @@
 
 cdef enum:
     FINE_ROWS = 64                              # positions that share one a
-    STRIP_PAIRS = 256                           # whole blocks of pairs
+    STRIP_PAIRS = AT_STRIP_PAIRS                # whole blocks of pairs
 
 
 cdef inline int64_t fine_row(int64_t position) noexcept nogil:

@@ -141,6 +141,15 @@ cdef inline void bind_rows(Batch *batch, Strided *to, const Py_buffer *view, int
     join_batch(batch, &to.data, &to.batch, view, tail)
 
 
+cdef inline void bind_four(Strided *to, const void *data, Py_ssize_t *strides) noexcept:
+    """An array of four axes, as its memoryview tells."""
+    to.data = <char *> data
+    to.batch = strides[0]
+    to.head = strides[1]
+    to.row = strides[2]
+    to.column = strides[3]
+
+
 cdef bint can_fold(const Batch *batch, int axis, Py_ssize_t items) noexcept nogil:
     """Whether this axis goes on where the items that are folded already end, in every array."""
     cdef int x

@@ -54,6 +54,7 @@ cdef struct Structure:
 cdef struct Job:
     const at_tiles *tiles
     Strided q, k, v, out, mask, bias, weights, lse
+    int bias_format                             # AT_F32 ...; if it is not that of the tiles, rows are converted
     Partial before                              # where rows go on from; NULL: from nothing
     Partial after                               # where they are left
     Strided total                               # [query] double: l with more digits, for statistics; NULL: not wanted
@@ -130,6 +131,8 @@ cdef struct Shared:
     int kinds[WORDS]
     at_ahead ahead[3]                           # what the next scores fetch meanwhile
     int n_ahead
+    char *bias                                  # [row][AT_CHUNK] if it is converted
+    const char *bias_rows[AT_MAX_ROWS]          # those of the keys at work
     char *panels                                # few rows: AT_FEW_KEYS keys,
     char *sum                                   #   [pitch] sums of the weights of a chunk
     double *total                               #   [pitch] and these with more digits
@@ -182,15 +185,6 @@ cdef inline const char *value_chunk(const Job *job, Py_ssize_t b, Py_ssize_t hea
 
 cdef inline char *at(const Strided *a, Py_ssize_t b, Py_ssize_t h, Py_ssize_t i) noexcept nogil:
     return a.data + b * a.batch + h * a.head + i * a.row
-
-
-cdef inline void bind_four(Strided *to, const void *data, Py_ssize_t *strides) noexcept:
-    """An array of four axes, as its memoryview tells."""
-    to.data = <char *> data
-    to.batch = strides[0]
-    to.head = strides[1]
-    to.row = strides[2]
-    to.column = strides[3]
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -254,6 +248,8 @@ cdef void size_scratch(Job *job) noexcept nogil:
                        + (ROW_BUFFERS + chunks) * aligned(rows * item) + aligned(rows * sizeof(double)))
     job.scratch_per_slot = (aligned(sizeof(Shared)) + aligned(AT_CHUNK * rows * item) + 4 * aligned(rows * item)
                             + aligned(WORDS * rows * sizeof(uint32_t)) + job.blocks_per_task * job.block_bytes)
+    if converts_bias(job):
+        job.scratch_per_slot += aligned(AT_CHUNK * rows * item)
     if job.few:
         job.scratch_per_slot += (aligned(AT_FEW_KEYS * job.width * item) + aligned(rows * item)
                                  + aligned(job.block_rows * job.few_pitch * item) + aligned(rows * sizeof(double)))
@@ -484,6 +480,8 @@ cdef Shared *open_shared(const Job *job, char **free_bytes) noexcept nogil:
     shared.beta = take(free_bytes, rows * item)
     shared.words = <uint32_t *> take(free_bytes, WORDS * rows * sizeof(uint32_t))
     fill_reals(shared.unused, item, rows, 0)
+    if converts_bias(job):
+        shared.bias = take(free_bytes, AT_CHUNK * rows * item)
     if job.few:
         shared.panels = take(free_bytes, AT_FEW_KEYS * job.width * item)
         shared.sum = take(free_bytes, rows * item)

@@ -376,14 +376,29 @@ cdef int take_mask_of(Call *call, value, int tail) except -1:
     return 1
 
 
+cdef int format_of(dtype) except -2:
+    """AT_F16 ..., or -1 for a dtype that tiles do not read."""
+    if dtype is float32:
+        return AT_F32
+    if dtype is float64:
+        return AT_F64
+    if dtype is float16:
+        return AT_F16
+    return AT_BF16 if dtype.itemsize == 2 and dtype.name == "bfloat16" else -1
+
+
 cdef int take_bias(Call *call, value) except -1:
     cdef Py_buffer *view
-    if type(value) is not ndarray or value.dtype is not <object> call.dtype:
+    cdef int format = -1
+    if type(value) is ndarray:
+        format = format_of(value.dtype)
+    if format < 0:
         return 0
-    view = borrow(&call.batch, value)
+    view = borrow(&call.batch, value.view(uint16) if format == AT_BF16 else value)
     if not is_aligned(view, view.itemsize) or not fits_scores(call, view, call.tail):
         return 0
     bind(&call.batch, &call.job.bias, view, call.tail)
+    call.job.bias_format = format
     return 1
 
 

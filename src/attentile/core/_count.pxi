@@ -41,14 +41,13 @@ cdef void count_division(Counts *counts, const Job *job, int threads) noexcept n
     counts.chunks += blocks * chunks_before(job.keys)
 
 
-cdef uint32_t without_bias(Counts *counts, const char *bias, Py_ssize_t column, size_t itemsize,
-                           uint32_t seen) noexcept nogil:
+cdef uint32_t without_bias(Counts *counts, const Job *job, const char *bias, uint32_t seen) noexcept nogil:
     """The keys of a word that a row still sees when its bias from the word's first key on is looked at."""
     cdef int j
     cdef double x
     for j in range(AT_WORD):
         if seen >> j & 1:
-            x = real_at(bias + j * column, itemsize)
+            x = bias_at(job, bias + j * job.bias.column)
             if x == -INFINITY:
                 counts.bias_excludes = True
                 seen ^= <uint32_t> 1 << j
@@ -60,7 +59,7 @@ cdef uint32_t without_bias(Counts *counts, const char *bias, Py_ssize_t column, 
 cdef Py_ssize_t count_words(Counts *counts, const Job *job, const Block *block, const Shared *shared,
                             const Run *run, Py_ssize_t *scored) noexcept nogil:
     """Pairs of a run of keys, word by word; *scored: keys of those words that are not skipped. kind ALL: no words."""
-    cdef Py_ssize_t column = job.bias.column, w, r, n, pairs = 0
+    cdef Py_ssize_t w, r, n, pairs = 0
     cdef uint32_t seen
     scored[0] = 0
     for w in range(run.start // AT_WORD, (run.stop + AT_WORD - 1) // AT_WORD):
@@ -71,8 +70,7 @@ cdef Py_ssize_t count_words(Counts *counts, const Job *job, const Block *block, 
         for r in range(block.n_rows):
             seen = interval_word(0, n) if run.kind == ALL else shared.words[w * block.pitch + r]
             if job.bias.data != NULL:
-                seen = without_bias(counts, block.bias_rows[r] + (run.chunk + w * AT_WORD) * column, column,
-                                    job.tiles.itemsize, seen)
+                seen = without_bias(counts, job, block.bias_rows[r] + (run.chunk + w * AT_WORD) * job.bias.column, seen)
             pairs += popcount(seen)
     return pairs
 

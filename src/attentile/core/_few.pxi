@@ -26,7 +26,7 @@ cdef void score_few(const Job *job, Block *block, Shared *shared, const char *k,
     """Final scores of a run of keys into shared.st[row][AT_CHUNK]."""
     cdef const at_tiles *tiles = job.tiles
     cdef Py_ssize_t item = <Py_ssize_t> tiles.itemsize, r
-    cdef Py_ssize_t start = run.start, n = run.stop - run.start, key = run.chunk + run.start
+    cdef Py_ssize_t start = run.start, n = run.stop - run.start, key = run.chunk + run.start, column
     cdef char *s = shared.st + start * item
     if run.kind == NONE:
         for r in range(block.n_rows):
@@ -35,17 +35,18 @@ cdef void score_few(const Job *job, Block *block, Shared *shared, const char *k,
     tiles.few_scores(s, block.qt, block.n_rows, k + start * job.k.row, job.k.row,
                      NULL if job.pages != NULL else shared.panels, job.width, n,
                      v + start * job.v.row if job.fetch else NULL, job.v.row)
+    if job.bias.data != NULL:
+        column = bring_bias(job, block, shared, key, n)
     for r in range(block.n_rows):
         if job.softcap != 0:
             tiles.softcap(s, shared.unused, 1, (n + tiles.lanes - 1) // tiles.lanes, -2 / job.softcap,
                           job.softcap * LOG2E)
         if job.bias.data != NULL:
-            tiles.few_bias(s, block.bias_rows[r] + key * job.bias.column, job.bias.column, n)
+            tiles.few_bias(s, shared.bias_rows[r], column, n)
         if job.slopes != NULL:
             tiles.few_alibi(s, real_at(block.slope + r * item, item), <double> (block.row_position[r] - key), n)
         if run.kind == MIXED:
-            tiles.few_exclude(s, shared.words + start // AT_WORD * block.pitch + r, block.pitch, n,
-                              -INFINITY)
+            tiles.few_exclude(s, shared.words + start // AT_WORD * block.pitch + r, block.pitch, n, -INFINITY)
         s += AT_CHUNK * item
 
 

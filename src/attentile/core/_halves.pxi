@@ -55,9 +55,10 @@ cdef object half_results(q, k, v, dict options, int threads):
     dtype = q.dtype
     if k.dtype is not dtype or v.dtype is not dtype:
         return None
-    cdef bint brain = dtype is not float16
-    if brain and (dtype.itemsize != 2 or dtype.name != "bfloat16"):
+    cdef int format = format_of(dtype)
+    if format != AT_F16 and format != AT_BF16:
         return None
+    cdef bint brain = format == AT_BF16
     q = widened(q, brain)
     k = widened(k, brain)
     v = widened(v, brain)

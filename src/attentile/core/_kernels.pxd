@@ -1,8 +1,16 @@
 # The declarations of kernels/kernels.h, line by line. The contract is written there.
 from libc.stdint cimport uint16_t, uint32_t
 
+cdef extern from "kernels/halves.h" nogil:
+    float at_float_of_f16(uint16_t half)
+    float at_float_of_bf16(uint16_t half)
+
 cdef extern from "kernels/kernels.h" nogil:
     enum:
+        AT_F16
+        AT_BF16
+        AT_F32
+        AT_F64
         AT_CHUNK
         AT_WORD
         AT_MAX_VECTORS
@@ -11,6 +19,7 @@ cdef extern from "kernels/kernels.h" nogil:
         AT_PANEL
         AT_FEW_KEYS
         AT_PEAK_FMAS
+        AT_STRIP_PAIRS
         AT_ANGLE_BLOCK
     const double LOG2E "AT_LOG2E"
     const double LN2 "AT_LN2"
@@ -37,6 +46,7 @@ cdef extern from "kernels/kernels.h" nogil:
         void (**scores)(void *st, void *running_max, const void *qt, const char *k, Py_ssize_t k_stride,
                         Py_ssize_t k_step, Py_ssize_t width, Py_ssize_t keys,
                         const at_ahead *ahead, int n_ahead) noexcept nogil
+        void (*convert)(void *to, const char *row, Py_ssize_t stride, Py_ssize_t n, int format) noexcept nogil
         void (*add_bias)(void *st, void *running_max, const char **rows, Py_ssize_t key_stride, Py_ssize_t n_rows,
                          int vectors, Py_ssize_t keys) noexcept nogil
         void (*softcap)(void *st, void *running_max, int vectors, Py_ssize_t keys, double rise,
@@ -110,7 +120,7 @@ cdef extern from "kernels/kernels.h" nogil:
                       Py_ssize_t pairs) noexcept nogil
         void (*sum_of)(double *table, const double *a, const double *b, Py_ssize_t pairs, double cosine_factor,
                        double sine_factor, int neighbours) noexcept nogil
-        void (*turn_rows[2][2])(const at_rotary_rows *rows) noexcept nogil
+        void (*turn_rows[4][2])(const at_rotary_rows *rows) noexcept nogil
 
     ctypedef struct at_isa:
         const char *name

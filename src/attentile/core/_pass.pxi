@@ -104,7 +104,7 @@ cdef void score_run(const Job *job, Block *block, Shared *shared, const char *k,
     if run.kind == NONE:
         fill_reals(st, tiles.itemsize, n * block.pitch, -INFINITY)
         return
-    if job.bias.column == <Py_ssize_t> tiles.itemsize:
+    if 0 < job.bias.column <= <Py_ssize_t> sizeof(double):
         fetch_rows(shared, block.bias_rows, block.n_rows, key * job.bias.column, n * job.bias.column)
     tiles.scores[block.vectors - 1](st, shared.unused if steps else shared.top, block.qt,
                                     k + start * job.k.row, job.k.row, job.key_step, job.width, n,
@@ -116,10 +116,8 @@ cdef void score_run(const Job *job, Block *block, Shared *shared, const char *k,
                       job.softcap * LOG2E)
     if job.bias.data != NULL:
         steps -= 1
-        move_rows(block.bias_rows, block.n_rows, key * job.bias.column)
-        tiles.add_bias(st, shared.unused if steps else shared.top, block.bias_rows, job.bias.column, block.n_rows,
-                       block.vectors, n)
-        move_rows(block.bias_rows, block.n_rows, -key * job.bias.column)
+        tiles.add_bias(st, shared.unused if steps else shared.top, shared.bias_rows,
+                       bring_bias(job, block, shared, key, n), block.n_rows, block.vectors, n)
     if job.slopes != NULL:
         steps -= 1
         place_rows(job, block, key)
@@ -248,7 +246,7 @@ cdef inline bint sees_key(const Job *job, const Block *block, Py_ssize_t r, Py_s
         return False
     if block.masked and block.mask_rows[r][j * job.mask.column] == 0:
         return False
-    return job.bias.data == NULL or real_at(block.bias_rows[r] + j * job.bias.column, job.tiles.itemsize) != -INFINITY
+    return job.bias.data == NULL or bias_at(job, block.bias_rows[r] + j * job.bias.column) != -INFINITY
 
 
 cdef inline bint sees_all(const Block *block, Py_ssize_t first, Py_ssize_t end) noexcept nogil:
@@ -276,7 +274,7 @@ cdef void mark_excluded(const Job *job, Block *block, Shared *shared, Py_ssize_t
         return
     for r in range(block.n_rows):
         for j in range(stop - start):
-            if real_at(block.bias_rows[r] + (chunk + start + j) * job.bias.column, item) == -INFINITY:
+            if bias_at(job, block.bias_rows[r] + (chunk + start + j) * job.bias.column) == -INFINITY:
                 set_real(weights + r * row_step + j * key_step, item, -0.0)
 
 

@@ -188,28 +188,33 @@ cdef int bind_table(Strided *to, table) except -1:
     return 0
 
 
-cdef int rotate_typed(Rotary *job, const real[:, :, :, :] x, real[:, :, :, :] y) except -1:
+ctypedef fused element:
+    float
+    double
+    uint16_t                                    # the bits of a float16 or bfloat16
+
+
+cdef int rotate_typed(Rotary *job, const element[:, :, :, :] x, element[:, :, :, :] y, int format) except -1:
     cdef Py_ssize_t shared = job.positions == NULL or job.items == 1
-    job.item_bytes = sizeof(real)
+    job.item_bytes = sizeof(element)
     job.items = x.shape[0]
     job.planes = job.heads = x.shape[1]
     if shared:                                  # the planes of all batch items run over one table
         job.items, job.planes = 1, x.shape[0] * x.shape[1]
     job.length, job.width = x.shape[2], x.shape[3]
     job.heads_inside = x.shape[1] > 1 and (x.shape[2] == 1 or abs(x.strides[1]) < abs(x.strides[2]))
-    job.turn_rows = job.angles.turn_rows[sizeof(real) == 8][job.neighbours]
+    job.turn_rows = job.angles.turn_rows[format][job.neighbours]
     bind_four(&job.x, &x[0, 0, 0, 0], x.strides)
     bind_four(&job.y, &y[0, 0, 0, 0], y.strides)
     return 0
 
 
 def rotate(x, y, turn, positions, long long first, int threads):
-    """Turns non-empty x (B, H, L, D) into y, both float32 or float64 with the last axis contiguous, aligned, native; y
-    may be x. See positions/rotary.py, which checks.
+    """Rotates non-empty x (B, H, L, D) into y, which may be x. See positions/rotary.py, which checks.
 
-    turn: of twin_angles.py; high and low (pairs,) float64, or cosines and sines (n, pairs), float32 or float64, last
-    axis contiguous, for positions from 0 to n - 1. positions: (1 or B, L) int64, or None for first, first + 1, ... All
-    angles are at most 2^50.
+    x, y: of one floating dtype, native, aligned, the last axis contiguous. turn: of twin_angles.py; high and low
+    (pairs,) float64, or cosines and sines (n, pairs), float32 or float64, last axis contiguous, for positions from 0 to
+    n - 1. positions: (1 or B, L) int64, or None for first, first + 1, ... All angles are at most 2^50.
     """
     cdef Rotary job
     cdef const int64_t[:, ::1] at_positions
@@ -230,8 +235,10 @@ def rotate(x, y, turn, positions, long long first, int threads):
         bind_table(&job.sines, turn.sines)
         job.table_bytes = turn.cosines.itemsize
     if y.itemsize == 4:
-        rotate_typed[float](&job, x, y)
+        rotate_typed[float](&job, x, y, AT_F32)
+    elif y.itemsize == 8:
+        rotate_typed[double](&job, x, y, AT_F64)
     else:
-        rotate_typed[double](&job, x, y)
+        rotate_typed[uint16_t](&job, x.view(uint16), y.view(uint16), AT_F16 if y.dtype.kind == "f" else AT_BF16)
     with nogil:
         run_rotary(&job, threads)

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..storage import kept_finite
 from .constants import LOG2E
 
 Array = NDArray[Any]
@@ -157,7 +158,7 @@ class _Blocks:
         if source.softcap is not None:
             _cap(scores, source.softcap)
         if source.bias is not None:
-            bias = self.by_score(source.bias, place, keys)
+            bias = kept_finite(self.by_score(source.bias, place, keys), scores.dtype)
             scores += bias
             if not bias.min() > -np.inf:
                 excluded.append((_EVERY, bias == -np.inf))

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..storage import rounded
+
 Array = NDArray[Any]
 Sum = tuple[Any, Any]  # (high, low): floats or arrays, |low| at most half a unit in the last place of high
 
@@ -113,5 +115,6 @@ def rotate(x: Array, y: Array, rotation: Rotation, positions: Array | None, firs
             sine, cosine = sine * rotation.sine_factor, cosine * rotation.cosine_factor
             block, out = x[item, :, rows], y[item, :, rows]
             a, b = block[..., one].astype(np.float64), block[..., two].astype(np.float64)  # copies: y may be x
-            out[..., one], out[..., two] = a * cosine - b * sine, b * cosine + a * sine
+            out[..., one] = rounded(a * cosine - b * sine, y.dtype)
+            out[..., two] = rounded(b * cosine + a * sine, y.dtype)
             out[..., n:] = block[..., n:]

@@ -226,10 +226,10 @@ def _why_copied(name: str, value: Any, used: Array, scores: Scores) -> Iterator[
     if name == "mask":
         if scores.structure.same_segment is not None:
             yield f"combined with the segments, {_bytes(used.nbytes)}"
-    elif array.dtype != scores.compute:
-        swapped = array.dtype.newbyteorder("=") == scores.compute
-        what = "its bytes are swapped" if swapped else f"{array.dtype} is converted to {scores.compute}"
-        yield f"{what} as a whole, {_bytes(array.size * scores.compute.itemsize)}"
+    elif array.dtype != used.dtype:
+        swapped = array.dtype.newbyteorder("=") == used.dtype
+        what = "its bytes are swapped" if swapped else f"{array.dtype} is converted to {used.dtype}"
+        yield f"{what} as a whole, {_bytes(array.size * used.dtype.itemsize)}"
     elif not array.flags.aligned:
         yield f"not aligned, {_bytes(array.nbytes)}"
     elif name != "bias" and array.shape[-1] > 1 and array.strides[-1] != array.itemsize:

@@ -13,7 +13,7 @@ from ..core import twin_angles
 from ..core.twin_angles import Rotation
 from ..runtime import backend
 from ..runtime.threads import threads_for
-from ..storage import promoted, ready, rounded
+from ..storage import promoted, ready
 from .scaling import DEFAULT_BASE, NAME, Scaling, frequencies, read_scaling
 
 Array = NDArray[Any]
@@ -21,7 +21,6 @@ Array = NDArray[Any]
 _FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 _FARTHEST = 2**50  # positions; and angles in radians: the kernels take quarter turns modulo 4 from numbers below 2**51
 _QUARTERS = _FARTHEST * 0.6366197723675814  # 2 / pi
-_CHUNK = 1 << 16  # elements of a half-precision array that are converted together: they stay in the L2 cache
 
 
 class Places(NamedTuple):
@@ -202,27 +201,11 @@ def _apart(x: Array, out: Array) -> Array:
     return x if same else x.copy()
 
 
-def _rotate_half(x: Array, out: Array, run: Callable[..., None], turn: Rotation, places: Places, threads: int) -> None:
-    """A half-precision array in chunks that stay in the cache, computed in float64."""
-    batch, heads, rows, width = x.shape
-    some = max(1, _CHUNK // (heads * width))
-    many = max(1, some // rows)
-    for b in range(0, batch, many):
-        for start in range(0, rows, some):
-            cut = slice(b, b + many), slice(None), slice(start, start + some)
-            chunk = x[cut].astype(np.float64, order="C")
-            at = places.array
-            if at is not None:
-                at = np.ascontiguousarray(at[slice(0, 1) if len(at) == 1 else cut[0], cut[2]])
-            run(chunk, chunk, turn, at, places.first + start, threads)
-            out[cut] = rounded(chunk, out.dtype)
-
-
-def _rotate(x: Array, out: Array, compute: np.dtype[Any], turn: Rotation, places: Places) -> None:
+def _rotate(x: Array, out: Array, turn: Rotation, places: Places) -> None:
     """Non-empty x turned into out, both of any layout; out has the dtype of the result."""
     run: Callable[..., None] = (backend.active or twin_angles).rotate
     threads = threads_for(None, NAME)
-    plain = x.ndim == 4 and out.dtype is x.dtype is compute and x.flags.c_contiguous and out.flags.c_contiguous
+    plain = x.ndim == 4 and out.dtype is x.dtype and x.flags.c_contiguous and out.flags.c_contiguous
     if plain and x.flags.aligned and out.flags.aligned and (x is out or not np.may_share_memory(x, out)):
         # One token of 32 heads takes less than the questions below.
         run(x, out, turn, places.array, places.first, threads)
@@ -233,10 +216,7 @@ def _rotate(x: Array, out: Array, compute: np.dtype[Any], turn: Rotation, places
     direct = np.may_share_memory(target, out) and target.flags.aligned and last_contiguous
     if not direct:
         target = np.empty(target.shape, out.dtype)
-    if out.dtype in (np.float32, np.float64):
-        run(_four_axes(_apart(ready(x, compute), out)), target, turn, places.array, places.first, threads)
-    else:
-        _rotate_half(_four_axes(_apart(x, out)), target, run, turn, places, threads)
+    run(_four_axes(_apart(ready(x, target.dtype), out)), target, turn, places.array, places.first, threads)
     if not direct:
         out[...] = target.reshape(out.shape)
 
@@ -320,9 +300,9 @@ def rotary_embedding(
     array = as_array(NAME, "x", x)
     if array.ndim < 2:
         raise ValueError(f"{NAME}: x has shape {array.shape}; it needs at least two axes, (L, D)")
-    compute = dtype = array.dtype
+    dtype = array.dtype
     if dtype is not _FLOAT32 and dtype is not _FLOAT64:
-        compute, dtype = promoted(NAME, array)
+        _, dtype = promoted(NAME, array)
     paired, back = flag(NAME, "interleaved", interleaved), flag(NAME, "inverse", inverse)
     places, width = places_of(positions, array.shape[:-3], array.shape[-2]), array.shape[-1]
     if cos is None and sin is None:
@@ -343,7 +323,7 @@ def rotary_embedding(
         if places.array is not None:
             places = places._replace(array=_not_in(out, places.array))
     if out.size:
-        _rotate(array, out, compute, turn, places)
+        _rotate(array, out, turn, places)
     return out
 
 

@@ -6,6 +6,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "halves.h"
 #include "kernels.h"
 
 #define INLINE static inline __attribute__((always_inline))

@@ -1,51 +1,20 @@
-/* The 16-bit formats: float16 (1 sign, 5 exponent, 10 fraction bits) and bfloat16 (1, 8, 7), to float and back. Widening
- * is exact. Narrowing rounds once, to nearest even: what is too large becomes infinite, what is small subnormal. Written
- * without branches, for the compiler's own vectors. */
-#include <string.h>
+/* Arrays of float16 and bfloat16 to float and back; in loops of which the compiler makes vectors. */
+#include "halves.h"
 
 #include "kernels.h"
 
-static inline uint32_t bits_of(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
-
-static inline float float_of(uint32_t bits) {
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
-
 void at_widen_f16(float* to, const uint16_t* from, ptrdiff_t n) {
-    for (ptrdiff_t i = 0; i < n; i++) {
-        const uint32_t sign = (uint32_t)(from[i] & 0x8000) << 16, rest = from[i] & 0x7fff;
-        const uint32_t normal = (rest << 13) + (112u << 23); /* exponent biases: 127 - 15 */
-        const uint32_t small = bits_of((float)(int32_t)rest * 0x1p-24f);
-        const uint32_t special = (rest << 13) | 0x7f800000;
-        to[i] = float_of(sign | (rest < 0x0400 ? small : rest < 0x7c00 ? normal : special));
-    }
+    for (ptrdiff_t i = 0; i < n; i++) to[i] = at_float_of_f16(from[i]);
 }
 
 void at_narrow_f16(uint16_t* to, const float* from, ptrdiff_t n) {
-    for (ptrdiff_t i = 0; i < n; i++) {
-        const uint32_t bits = bits_of(from[i]), rest = bits & 0x7fffffff;
-        const uint32_t normal = (rest - (112u << 23) + 0xfff + (rest >> 13 & 1)) >> 13;
-        const uint32_t small = bits_of(float_of(rest) + 0.5f) - 0x3f000000; /* the sum has steps of 2^-24 */
-        const uint32_t special = rest > 0x7f800000 ? 0x7e00 | (rest >> 13 & 0x1ff) : 0x7c00;
-        const uint32_t found = rest < 0x38800000 ? small : rest < 0x477ff000 ? normal : special;
-        to[i] = (uint16_t)(bits >> 16 & 0x8000) | (uint16_t)found;
-    }
+    for (ptrdiff_t i = 0; i < n; i++) to[i] = at_f16_of(from[i]);
 }
 
 void at_widen_bf16(float* to, const uint16_t* from, ptrdiff_t n) {
-    for (ptrdiff_t i = 0; i < n; i++) to[i] = float_of((uint32_t)from[i] << 16);
+    for (ptrdiff_t i = 0; i < n; i++) to[i] = at_float_of_bf16(from[i]);
 }
 
 void at_narrow_bf16(uint16_t* to, const float* from, ptrdiff_t n) {
-    for (ptrdiff_t i = 0; i < n; i++) {
-        const uint32_t bits = bits_of(from[i]);
-        const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, nan = bits >> 16 | 0x40;
-        to[i] = (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? nan : rounded);
-    }
+    for (ptrdiff_t i = 0; i < n; i++) to[i] = at_bf16_of(from[i]);
 }

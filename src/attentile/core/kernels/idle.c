@@ -7,6 +7,8 @@
 static void scores(void* st, void* running_max, const void* qt, const char* k, ptrdiff_t k_stride, ptrdiff_t k_step,
                    ptrdiff_t width, ptrdiff_t keys, const at_ahead* ahead, int n_ahead) {}
 
+static void convert(void* to, const char* row, ptrdiff_t stride, ptrdiff_t n, int format) {}
+
 static void add_bias(void* st, void* running_max, const char* const* rows, ptrdiff_t key_stride, ptrdiff_t n_rows,
                      int vectors, ptrdiff_t keys) {}
 
@@ -31,6 +33,7 @@ at_tiles at_idle_like(const at_tiles* tiles) {
         .lanes = tiles->lanes,
         .max_vectors = tiles->max_vectors,
         .scores = {scores, scores, scores},
+        .convert = convert,
         .add_bias = add_bias,
         .softcap = softcap,
         .alibi = alibi,

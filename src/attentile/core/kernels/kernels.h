@@ -68,6 +68,9 @@ _Static_assert(sizeof(void*) == 8, "the core is for processors of 64 bits");
 #define AT_LOG2E 1.4426950408889634074
 #define AT_LN2 0.69314718055994530942
 
+/* Formats of numbers, where they need not be the type of the tiles. */
+enum { AT_F16, AT_BF16, AT_F32, AT_F64 };
+
 /* Rows that are needed soon and lie outside the core's caches: `bytes` from rows[r] + offset on, or from data + r * stride
  * where rows is NULL. Their way from L3 or memory hides behind the scores, if it is spread over their tiles; as one burst it
  * would not. */
@@ -104,6 +107,9 @@ typedef struct {
     void (*scores[AT_MAX_VECTORS])(void* st, void* running_max, const void* qt, const char* k, ptrdiff_t k_stride,
                                    ptrdiff_t k_step, ptrdiff_t width, ptrdiff_t keys, const at_ahead* ahead,
                                    int n_ahead);
+
+    /* to[j] = the element at row + j * stride, which has another format: rounded once, finite numbers staying finite. */
+    void (*convert)(void* to, const char* row, ptrdiff_t stride, ptrdiff_t n, int format);
 
     /* st[j][r] += log2(e) * rows[r][j], finite bias staying finite; an infinite bias replaces the score. */
     void (*add_bias)(void* st, void* running_max, const char* const* rows, ptrdiff_t key_stride, ptrdiff_t n_rows,
@@ -218,6 +224,7 @@ typedef struct {
  * Measured against exact values up to an angle of 2^40: sincos and turn are off by at most 8.2e-17, rows by 2.6e-16
  * (without FMA 2.9e-16). Beyond, the error of ratio^i shows: up to 5e-15 at 2^50. */
 #define AT_ANGLE_BLOCK 8
+#define AT_STRIP_PAIRS 256 /* most pairs of a row that are at work at once */
 
 /* Rows for turn_rows: row r lies at x + r * x_stride and goes to y + r * y_stride (bytes). y may be x; other overlaps are
  * not allowed. Elements from tail_from on, `tail` of them, are copied. Row r is turned by table + r * pitch: cosines
@@ -260,8 +267,8 @@ typedef struct {
     void (*sum_of)(double* table, const double* a, const double* b, ptrdiff_t pairs, double cosine_factor,
                    double sine_factor, int neighbours);
 
-    /* [float, double][halves, neighbours]: the pairs of each row turned by its table, rounded once at the end. */
-    void (*turn_rows[2][2])(const at_rotary_rows* rows);
+    /* [AT_F16 ...][halves, neighbours]: the pairs of each row turned by its table, rounded once at the end. */
+    void (*turn_rows[4][2])(const at_rotary_rows* rows);
 } at_angles;
 
 typedef struct {
