@@ -214,8 +214,8 @@ def rotate(x, y, rotation, positions, long long first, int threads):
     """Rotates non-empty x (B, H, L, D) into y, which may be x. See positions/rotary.py, which checks.
 
     x, y: of one floating dtype, native, aligned, the last axis contiguous. rotation: of twin_angles.py; high and
-    low (pairs,) float64, or cosines and sines (n, pairs), float32 or float64, last axis contiguous, for positions from 0
-    to n - 1. positions: (1 or B, L) int64, or None for first, first + 1, ... All angles are at most 2^50.
+    low (pairs,) float64, or cosines and sines (n, pairs), float32 or float64, last axis contiguous, for positions from
+    0 to n - 1. positions: (1 or B, L) int64, or None for first, first + 1, ... All angles are at most 2^50.
     """
     cdef Rotary job
     cdef const int64_t[:, ::1] at_positions
