@@ -13,11 +13,15 @@ Only what can run here is collected. A line at the end says what was left out, a
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+
+# Before NumPy is loaded: the products of the twin and of the oracles are small, and threads would wait for each other.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import attentile
 from attentile.runtime import backend

@@ -16,7 +16,7 @@ from attentile import formulas, speed
 ONE = ["--shape", "1,4,2,33,33,16", "--seconds", "0.01"]
 
 
-def test_demonstration(impl, capsys, monkeypatch):
+def test_demonstration(either, capsys, monkeypatch):
     monkeypatch.setattr(speed, "SHAPES", (speed.Shape(1, 2, 2, 16, 16, 8),))
     monkeypatch.setattr(speed, "TEXTBOOK", (speed.Textbook(4, 8, masked=True), speed.Textbook(4, 8, heads=2)))
     assert command.main([]) == 0
