@@ -7,8 +7,9 @@
 
 static void own_scores_2(void* st, void* running_max, const void* qt, const char* k, ptrdiff_t k_stride,
                          ptrdiff_t k_step, ptrdiff_t width, ptrdiff_t keys, const at_ahead* ahead, int n_ahead);
-static void own_rescale(void* row, ptrdiff_t keys, double chunk_max, double m, double l);
-static void own_sincos(double* fine, double position, const double* high, const double* low, ptrdiff_t pairs);
+static void own_rescale(void* row, ptrdiff_t keys, double block_max, double m, double l);
+static void own_sincos(double* cosines, double* sines, double position, const double* high, const double* low,
+                       ptrdiff_t pairs, int layout);
 
 #define OWN_TILES .scores[1] = own_scores_2, .rescale = own_rescale
 #define OWN_ANGLES .sincos = own_sincos
@@ -23,13 +24,14 @@ static void own_scores_2(void* st, void* running_max, const void* qt, const char
     f32_scores_2(st, running_max, qt, k, k_stride, k_step, width, keys, ahead, n_ahead);
 }
 
-static void own_rescale(void* row, ptrdiff_t keys, double chunk_max, double m, double l) {
-    for (ptrdiff_t j = 0; j < keys; j++) ((float*)row)[j] = (float)(chunk_max + m + l);
+static void own_rescale(void* row, ptrdiff_t keys, double block_max, double m, double l) {
+    for (ptrdiff_t j = 0; j < keys; j++) ((float*)row)[j] = (float)(block_max + m + l);
 }
 
-static void own_sincos(double* fine, double position, const double* high, const double* low, ptrdiff_t pairs) {
+static void own_sincos(double* cosines, double* sines, double position, const double* high, const double* low,
+                       ptrdiff_t pairs, int layout) {
     calls++;
-    angles_sincos(fine, position, high, low, pairs);
+    angles_sincos(cosines, sines, position, high, low, pairs, layout);
 }
 
 #define WIDTH 5
@@ -60,14 +62,14 @@ int main(void) {
     for (int j = 0; j < KEYS; j++) wrong |= st[1][j] != 7;
 
     usual->angles->frequencies(high, low, AT_ANGLE_BLOCK, 0.5, 0);
-    usual->angles->sincos(fine[0], 3, high, low, AT_ANGLE_BLOCK);
+    usual->angles->sincos(NULL, fine[0], 3, high, low, AT_ANGLE_BLOCK, AT_ALTERNATING);
     wrong |= calls != 1;
-    own->angles->sincos(fine[1], 3, high, low, AT_ANGLE_BLOCK);
+    own->angles->sincos(NULL, fine[1], 3, high, low, AT_ANGLE_BLOCK, AT_ALTERNATING);
     wrong |= calls != 2 || memcmp(fine[0], fine[1], sizeof fine[0]) != 0;
 
     /* What is not overridden, and the other element type, is as before. */
     wrong |= own->f64->scores[1] == own->f32->scores[1] || own->f32->scores[0] != f32_scores_1;
-    wrong |= own->f64->scores[1] != f64_scores_2 || own->f32->read != f32_read || own->angles->turn != angles_turn;
+    wrong |= own->f64->scores[1] != f64_scores_2 || own->f32->read != f32_read || own->angles->rotate != angles_rotate;
     puts(wrong ? "WRONG" : "ok");
     return wrong;
 }

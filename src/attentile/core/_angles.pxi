@@ -1,7 +1,7 @@
 # What the drivers of both positional encodings share, _encode.pxi and _rotary.pxi. Included by _core.pyx.
 #
 # A position is 64 a + b with 0 <= b < 64: sines and cosines are computed for every b (the fine rows) and once per a,
-# and a row is the one turned by the other. The split is absolute, hence a row's bits depend on its position, whatever
+# and a row is the one rotated by the other. The split is absolute, hence a row's bits depend on its position, whatever
 # the call's positions are. Pairs go in strips, so that the fine rows stay in the L2 cache (64 rows * 256 pairs * 16
 # bytes = 256 KiB) and scratch is bounded by them.
 

@@ -9,7 +9,7 @@ cdef enum:
     MAX_THREADS = 256                           # of one call
     TASKS_PER_THREAD = 8                        # fewer blocks per task rather than fewer tasks than this
     FEW_TASKS_PER_THREAD = 4                    # few rows: heads are shared among threads below this
-    MAX_PARTS = 1 << 20                         # chunks of all heads, if they are: 2^28 keys; more is a repeating view
+    MAX_SPLITS = 1 << 20                         # chunks of all heads, if they are: 2^28 keys; more is a repeating view
     NONE = 0                                    # kinds of a mask word over the rows of a block
     MIXED = 1
     ALL = 2
@@ -47,7 +47,7 @@ cdef struct Structure:
     Index first                                 # position of query 0; none: 0, or from_end
     Index lengths                               # valid keys; none: all
     Index prefixes                              # first keys that a causal row sees in any case; none: 0
-    Strided lo, hi                              # [row] intervals beside all this (packed segments); NULL: none
+    Strided lo, hi                              # [row] intervals besides all this (packed segments); NULL: none
     Py_ssize_t kept                             # every row sees the first `kept` keys, whatever its lo (not its hi)
     bint mask_in_rows                           # the mask is the same for all rows: one run of keys is an interval
 
@@ -76,8 +76,8 @@ cdef struct Job:
     # Few rows (_few.pxi)
     bint few                                    # all rows of a head are one block for the tiles with lanes = keys
     Py_ssize_t few_pitch                        # elements of a row of values in scratch
-    Py_ssize_t heads_per_task                   # neighbours that a task takes one after the other,
-    Py_ssize_t parts                            #   or tasks that share the chunks of one head,
+    Py_ssize_t heads_per_task                   # those that a task takes one after the other,
+    Py_ssize_t splits                          #   or tasks that share the chunks of one head,
     char *partials                              #   which leave [head][chunk] partial results here
     Py_ssize_t partial_bytes, partials_per_head
 
@@ -105,7 +105,7 @@ cdef struct Block:
     char *slope                                 # [pitch] of each row, in units of log2(e)
     char *position                              # [pitch] of each row, relative to the first key of a run
     double *total                               # [pitch] l with more digits
-    char *tops                                  # [chunk][pitch] maximum of each chunk, if weights are wanted
+    char *maxima                                # [chunk][pitch] maximum of each chunk, if weights are wanted
     Py_ssize_t row_position[AT_MAX_ROWS]
     double row_sink[AT_MAX_ROWS]
     Py_ssize_t row_lo[AT_MAX_ROWS]
@@ -123,7 +123,7 @@ cdef struct Block:
 # What the blocks of a task use one after the other.
 cdef struct Shared:
     char *st                                    # [AT_CHUNK][pitch] scores, then weights
-    char *top                                   # [pitch] each: running maximum of the chunk,
+    char *block_max                             # [pitch] each: maximum of the scores of the chunk,
     char *unused                                #   a place for maxima that a later step replaces,
     char *alpha                                 #   weights of the old and the new part,
     char *beta
@@ -223,8 +223,8 @@ cdef int divide(Job *job, int threads) noexcept nogil:
 cdef void choose_few(Job *job, Py_ssize_t rows, Py_ssize_t heads, int threads) noexcept nogil:
     """Whether the tiles for few rows are the faster ones, and how their work is divided.
 
-    They take rows / lanes of the FMAs of a full vector, and transposes beside, so they pay up to 3/4 of a vector; and
-    they can share the keys of a head among threads, which pays for more rows if there are too few heads.
+    They take rows / lanes of the FMAs of a full vector, and transpose the keys besides, so they pay up to 3/4 of a
+    vector; and they can share the keys of a head among threads, which pays for more rows if there are too few heads.
     """
     cdef Py_ssize_t tiled = (rows + job.block_rows - 1) // job.block_rows * heads, chunks = chunks_before(job.keys)
     job.few = (job.weights.data == NULL and not job.filling and rows <= AT_MAX_ROWS
@@ -233,10 +233,10 @@ cdef void choose_few(Job *job, Py_ssize_t rows, Py_ssize_t heads, int threads) n
         return
     job.block_rows, job.blocks_per_task = rows, 1
     job.few_pitch = (job.value_width + job.tiles.lanes - 1) // job.tiles.lanes * job.tiles.lanes
-    job.parts, job.heads_per_task = 1, max(<Py_ssize_t> 1, heads // (TASKS_PER_THREAD * threads))
-    if heads < FEW_TASKS_PER_THREAD * threads and threads > 1 and chunks <= MAX_PARTS // heads:
-        job.parts = min(chunks, (FEW_TASKS_PER_THREAD * threads + heads - 1) // heads)
-    job.tasks = (heads + job.heads_per_task - 1) // job.heads_per_task * job.parts
+    job.splits, job.heads_per_task = 1, max(<Py_ssize_t> 1, heads // (TASKS_PER_THREAD * threads))
+    if heads < FEW_TASKS_PER_THREAD * threads and threads > 1 and chunks <= MAX_SPLITS // heads:
+        job.splits = min(chunks, (FEW_TASKS_PER_THREAD * threads + heads - 1) // heads)
+    job.tasks = (heads + job.heads_per_task - 1) // job.heads_per_task * job.splits
 
 
 cdef void size_scratch(Job *job) noexcept nogil:
@@ -255,7 +255,7 @@ cdef void size_scratch(Job *job) noexcept nogil:
                                  + aligned(job.block_rows * job.few_pitch * item) + aligned(rows * sizeof(double)))
         job.partial_bytes = (AT_ALIGN + 2 * aligned(rows * item) + aligned(job.block_rows * job.few_pitch * item)
                              + aligned(rows * sizeof(double)))
-        job.partials_per_head = chunks_before(job.keys) if job.parts > 1 else 0
+        job.partials_per_head = chunks_before(job.keys) if job.splits > 1 else 0
 
 
 cdef inline Py_ssize_t largest_pitch(const Job *job) noexcept nogil:
@@ -391,7 +391,7 @@ cdef void open_block(const Job *job, Block *block, char *free_bytes, Py_ssize_t 
     block.slope = take(&free_bytes, block.pitch * item)
     block.position = take(&free_bytes, block.pitch * item)
     block.total = <double *> take(&free_bytes, block.pitch * sizeof(double))
-    block.tops = free_bytes
+    block.maxima = free_bytes
     head, i = kv_head * job.group + start // job.queries, start % job.queries
     point_rows(job, block.q_rows, &job.q, b, head, i, block.n_rows)
     point_rows(job, <const char **> block.out_rows, &job.out, b, head, i, block.n_rows)
@@ -474,7 +474,7 @@ cdef Shared *open_shared(const Job *job, char **free_bytes) noexcept nogil:
     cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, rows = largest_pitch(job)
     cdef Shared *shared = <Shared *> take(free_bytes, sizeof(Shared))
     shared.st = take(free_bytes, AT_CHUNK * rows * item)
-    shared.top = take(free_bytes, rows * item)
+    shared.block_max = take(free_bytes, rows * item)
     shared.unused = take(free_bytes, rows * item)
     shared.alpha = take(free_bytes, rows * item)
     shared.beta = take(free_bytes, rows * item)

@@ -237,7 +237,7 @@ cdef int take_slopes(Call *call, value) except -1:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Structure: who sees what by its position
+# Structure: which keys a query sees by its position
 # ---------------------------------------------------------------------------------------------------------------
 cdef int take_causal(Call *call, value) except -1:
     if value is False:
@@ -346,7 +346,7 @@ cdef int place_queries(Call *call) except -1:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Arrays beside the scores
+# Arrays of the size of the scores
 # ---------------------------------------------------------------------------------------------------------------
 cdef bint fits_scores(const Call *call, const Py_buffer *view, int tail) noexcept:
     """Whether an array broadcasts to the scores (..., Hq, L, S); tail 2: to (..., L, S), the same for all heads."""
@@ -444,7 +444,7 @@ TAKERS[BEFORE] = take_before
 
 
 cdef int take_options(Call *call) except -1:
-    """Everything that decides the scores beside queries and keys."""
+    """Everything that decides the scores, apart from queries and keys."""
     cdef int x
     for x in range(RETURN_LSE):
         if call.given[x] != NULL and not TAKERS[x](call, <object> call.given[x]):

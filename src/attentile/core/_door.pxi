@@ -8,7 +8,7 @@
 #     explain(scores, v, ...)           what attend() would do with checked values, in numbers
 
 
-# What a call is to give, beside the output.
+# What a call is to give, besides the output.
 cdef struct Wanted:
     bint lse, weights
     int threads                                 # num_threads=, or what it was before

@@ -33,11 +33,12 @@ cdef void encode_strip(const Encoding *job, Py_ssize_t column) noexcept nogil:
     cdef int64_t b
     for b in range(FINE_ROWS):
         if fine_row(b - job.first) < job.rows:  # short calls meet only some b
-            job.angles.sincos(job.fine + b * job.pitch, <double> b, high, low, pairs_of(width))
+            job.angles.sincos(NULL, job.fine + b * job.pitch, <double> b, high, low, pairs_of(width), AT_ALTERNATING)
     for i in range(job.rows):
         b = fine_row(job.first + i)
         if i == 0 or b == 0:
-            job.angles.turn(job.cosines, job.sines, <double> (job.first + i - b), high, low, pairs_of(width))
+            job.angles.sincos(job.cosines, job.sines, <double> (job.first + i - b), high, low, pairs_of(width),
+                              AT_ROTATION)
         row = job.out + i * job.row_stride + column * job.item_bytes
         fine = job.fine + b * job.pitch
         if job.item_bytes == sizeof(float):

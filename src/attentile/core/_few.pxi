@@ -1,6 +1,6 @@
 # Few rows of queries (decoding): the same pass, the same order of operations, other tiles (kernels/few.inc).
 #
-#     for each task = (some heads of keys, or a part of the chunks of one)      one thread, own scratch
+#     for each task = (some heads of keys, or a split of the chunks of one)      one thread, own scratch
 #         for each chunk of 256 keys that some row may see:
 #             scores (the chunk's values are fetched meanwhile), changes, exclusion, softmax: one row after the other
 #             values (the next chunk's keys are fetched meanwhile)
@@ -9,13 +9,13 @@
 #
 # Such a call is a single reading of K and V, each row once for all query rows of the group, so it is bound by memory;
 # what this file does is to keep reading while it computes. If there are fewer heads than the threads need, threads
-# share the chunks of a head. To keep the bits, their results are then merged chunk by chunk from the left, as one
+# split the chunks of a head. To keep the bits, their results are then merged chunk by chunk from the left, as one
 # thread does it.
 #
 # Included by _core.pyx after _blocks.pxi and _pass.pxi, whose start_rows, score_chunk and close_rows it uses.
 
-cdef struct Part:                               # what one chunk gives
-    char *top                                   # [pitch] maximum of the scores
+cdef struct ChunkRows:                          # what one chunk gives its rows
+    char *block_max                             # [pitch] maximum of the scores
     char *sum                                   # [pitch] sum of the weights
     char *values                                # [row][few_pitch]
     double *total                               # [row] sum with more digits, if wanted
@@ -50,29 +50,29 @@ cdef void score_few(const Job *job, Block *block, Shared *shared, const char *k,
         s += AT_CHUNK * item
 
 
-cdef inline Part own_part(Shared *shared) noexcept nogil:
-    cdef Part part
-    part.top = shared.top
-    part.sum = shared.sum
-    part.values = shared.values
-    part.total = shared.total
-    return part
+cdef inline ChunkRows own_rows(Shared *shared) noexcept nogil:
+    cdef ChunkRows rows
+    rows.block_max = shared.block_max
+    rows.sum = shared.sum
+    rows.values = shared.values
+    rows.total = shared.total
+    return rows
 
 
-cdef inline Part part_at(const Job *job, Py_ssize_t head, Py_ssize_t c, char **visited) noexcept nogil:
+cdef inline ChunkRows chunk_rows_at(const Job *job, Py_ssize_t head, Py_ssize_t c, char **visited) noexcept nogil:
     """The place of chunk c of a head (counted over all items) among the partial results."""
-    cdef Part part
+    cdef ChunkRows rows
     cdef char *p = job.partials + (head * job.partials_per_head + c) * job.partial_bytes
     cdef Py_ssize_t reals = aligned(largest_pitch(job) * <Py_ssize_t> job.tiles.itemsize)
     visited[0] = p
-    part.top = p + AT_ALIGN
-    part.sum = part.top + reals
-    part.total = <double *> (part.sum + reals)
-    part.values = part.sum + reals + aligned(largest_pitch(job) * <Py_ssize_t> sizeof(double))
-    return part
+    rows.block_max = p + AT_ALIGN
+    rows.sum = rows.block_max + reals
+    rows.total = <double *> (rows.sum + reals)
+    rows.values = rows.sum + reals + aligned(largest_pitch(job) * <Py_ssize_t> sizeof(double))
+    return rows
 
 
-cdef void weigh_few(const Job *job, Block *block, Shared *shared, Part part, const char *v, const Run *run,
+cdef void weigh_few(const Job *job, Block *block, Shared *shared, ChunkRows rows, const char *v, const Run *run,
                     const char *ahead, bint careful) noexcept nogil:
     """Softmax and values of a run of keys, whose scores are in shared.st. v: first value of the chunk."""
     cdef const at_tiles *tiles = job.tiles
@@ -80,28 +80,28 @@ cdef void weigh_few(const Job *job, Block *block, Shared *shared, Part part, con
     cdef char *s = shared.st + run.start * item
     v += run.start * job.v.row
     for r in range(block.n_rows):
-        set_real(part.top + r * item, item, tiles.few_softmax(s + r * AT_CHUNK * item, n))
+        set_real(rows.block_max + r * item, item, tiles.few_softmax(s + r * AT_CHUNK * item, n))
         if job.total.data != NULL:
-            part.total[r] = tiles.few_total(s + r * AT_CHUNK * item, n)
+            rows.total[r] = tiles.few_total(s + r * AT_CHUNK * item, n)
     if careful:
         mark_excluded(job, block, shared, run.chunk, run.start, run.stop)
-        tiles.few_values_marked(part.values, part.sum, s, block.n_rows, v, job.v.row, job.value_width, n)
+        tiles.few_values_marked(rows.values, rows.sum, s, block.n_rows, v, job.v.row, job.value_width, n)
     else:
-        tiles.few_values(part.values, part.sum, s, block.n_rows, v, job.v.row, job.value_width, n, ahead,
+        tiles.few_values(rows.values, rows.sum, s, block.n_rows, v, job.v.row, job.value_width, n, ahead,
                          job.k.row)
 
 
-cdef void merge_part(const Job *job, Block *block, Shared *shared, Part part) noexcept nogil:
+cdef void merge_chunk(const Job *job, Block *block, Shared *shared, ChunkRows rows) noexcept nogil:
     cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, r, row = job.few_pitch * item
-    job.tiles.few_merge(part.top, part.sum, block.m, block.l, shared.alpha, shared.beta, block.vectors)
+    job.tiles.few_merge(rows.block_max, rows.sum, block.m, block.l, shared.alpha, shared.beta, block.vectors)
     for r in range(block.n_rows if job.total.data != NULL else 0):
         block.total[r] = (real_at(shared.alpha + r * item, item) * block.total[r]
-                          + real_at(shared.beta + r * item, item) * part.total[r])
+                          + real_at(shared.beta + r * item, item) * rows.total[r])
     if block.first:
-        memcpy(block.ot, part.values, block.n_rows * row)
+        memcpy(block.ot, rows.values, block.n_rows * row)
     else:
         for r in range(block.n_rows):
-            job.tiles.few_blend(block.ot + r * row, part.values + r * row, job.few_pitch,
+            job.tiles.few_blend(block.ot + r * row, rows.values + r * row, job.few_pitch,
                                 real_at(shared.alpha + r * item, item), real_at(shared.beta + r * item, item))
     block.first = False
 
@@ -120,19 +120,19 @@ cdef inline const char *keys_ahead(const Job *job, Py_ssize_t b, Py_ssize_t head
     return key_chunk(job, b, head, c) if is_stored(job, b, c) else NULL
 
 
-cdef void visit_few(const Job *job, Block *block, Shared *shared, Py_ssize_t b, Py_ssize_t head, Py_ssize_t part,
+cdef void visit_few(const Job *job, Block *block, Shared *shared, Py_ssize_t b, Py_ssize_t head, Py_ssize_t split,
                     bint careful) noexcept nogil:
-    """The chunks that some row sees, or their part of job.parts; careful: all of them, again."""
+    """The chunks that some row sees, or those of one split; careful: all of them, again."""
     cdef Py_ssize_t first = block.lo // AT_CHUNK, end = max(chunks_before(block.hi), first), c
     cdef Py_ssize_t n = end - first
-    cdef bint whole = job.parts == 1 or careful
+    cdef bint whole = job.splits == 1 or careful
     cdef Run run
     cdef char *visited
     cdef const char *v
-    cdef Part own = own_part(shared), there
+    cdef ChunkRows own = own_rows(shared), there
     start_rows(job, block)
     if not whole:
-        first, end = first + n * part // job.parts, first + n * (part + 1) // job.parts
+        first, end = first + n * split // job.splits, first + n * (split + 1) // job.splits
     job.tiles.few_pack(block.qt, block.q_rows, block.n_rows, job.width, job.factor)
     for c in range(first, end):
         run.chunk = c * AT_CHUNK
@@ -140,12 +140,13 @@ cdef void visit_few(const Job *job, Block *block, Shared *shared, Py_ssize_t b, 
         if whole:
             if score_chunk(job, block, shared, key_chunk(job, b, head, c), v, run.chunk, &run.start, &run.stop):
                 weigh_few(job, block, shared, own, v, &run, keys_ahead(job, b, head, c, end), careful)
-                merge_part(job, block, shared, own)
+                merge_chunk(job, block, shared, own)
             continue
-        there = part_at(job, b * job.kv_heads + head, c, &visited)
+        there = chunk_rows_at(job, b * job.kv_heads + head, c, &visited)
         visited[0] = score_chunk(job, block, shared, key_chunk(job, b, head, c), v, run.chunk, &run.start, &run.stop)
         if visited[0]:
-            memcpy(there.top, shared.top, block.pitch * job.tiles.itemsize)      # lanes that are no rows: -inf and 0
+            # For the lanes that are no rows: -inf and 0.
+            memcpy(there.block_max, shared.block_max, block.pitch * job.tiles.itemsize)
             memcpy(there.sum, shared.sum, block.pitch * job.tiles.itemsize)
             weigh_few(job, block, shared, there, v, &run, keys_ahead(job, b, head, c, end), careful)
 
@@ -173,13 +174,13 @@ cdef void few_task(void *job_pointer, Py_ssize_t index, int slot) noexcept nogil
     cdef char *free_bytes = job.scratch + slot * job.scratch_per_slot
     cdef Shared *shared = open_shared(job, &free_bytes)
     cdef Block *block = <Block *> take(&free_bytes, sizeof(Block))
-    cdef Py_ssize_t head = index // job.parts * job.heads_per_task, b
+    cdef Py_ssize_t head = index // job.splits * job.heads_per_task, b
     cdef Py_ssize_t end = min(head + job.heads_per_task, job.batch * job.kv_heads)
     for head in range(head, end):
         b = head // job.kv_heads
         open_block(job, block, free_bytes, b, head % job.kv_heads, 0)
-        visit_few(job, block, shared, b, head % job.kv_heads, index % job.parts, False)
-        if job.parts == 1:
+        visit_few(job, block, shared, b, head % job.kv_heads, index % job.splits, False)
+        if job.splits == 1:
             close_few(job, block, shared, b, head % job.kv_heads)
 
 
@@ -191,11 +192,11 @@ cdef void merge_task(void *job_pointer, Py_ssize_t head, int slot) noexcept nogi
     cdef Block *block = <Block *> take(&free_bytes, sizeof(Block))
     cdef Py_ssize_t b = head // job.kv_heads, c
     cdef char *visited
-    cdef Part there
+    cdef ChunkRows there
     open_block(job, block, free_bytes, b, head % job.kv_heads, 0)
     start_rows(job, block)
     for c in range(block.lo // AT_CHUNK, chunks_before(block.hi)):
-        there = part_at(job, head, c, &visited)
+        there = chunk_rows_at(job, head, c, &visited)
         if visited[0]:
-            merge_part(job, block, shared, there)
+            merge_chunk(job, block, shared, there)
     close_few(job, block, shared, b, head % job.kv_heads)

@@ -20,6 +20,9 @@ cdef extern from "kernels/kernels.h" nogil:
         AT_FEW_KEYS
         AT_PEAK_FMAS
         AT_STRIP_PAIRS
+        AT_APART
+        AT_ALTERNATING
+        AT_ROTATION
         AT_ANGLE_BLOCK
     const double LOG2E "AT_LOG2E"
     const double LN2 "AT_LN2"
@@ -43,19 +46,19 @@ cdef extern from "kernels/kernels.h" nogil:
         int max_vectors
         void (*pack)(void *qt, const char **rows, Py_ssize_t n_rows, int vectors, Py_ssize_t width,
                      double factor) noexcept nogil
-        void (**scores)(void *st, void *running_max, const void *qt, const char *k, Py_ssize_t k_stride,
+        void (**scores)(void *st, void *block_max, const void *qt, const char *k, Py_ssize_t k_stride,
                         Py_ssize_t k_step, Py_ssize_t width, Py_ssize_t keys,
                         const at_ahead *ahead, int n_ahead) noexcept nogil
         void (*convert)(void *to, const char *row, Py_ssize_t stride, Py_ssize_t n, int format) noexcept nogil
-        void (*add_bias)(void *st, void *running_max, const char **rows, Py_ssize_t key_stride, Py_ssize_t n_rows,
+        void (*add_bias)(void *st, void *block_max, const char **rows, Py_ssize_t key_stride, Py_ssize_t n_rows,
                          int vectors, Py_ssize_t keys) noexcept nogil
-        void (*softcap)(void *st, void *running_max, int vectors, Py_ssize_t keys, double rise,
-                        double top) noexcept nogil
-        void (*alibi)(void *st, void *running_max, const void *slope, const void *position, int vectors,
+        void (*softcap)(void *st, void *block_max, int vectors, Py_ssize_t keys, double slope,
+                        double cap) noexcept nogil
+        void (*alibi)(void *st, void *block_max, const void *slope, const void *position, int vectors,
                       Py_ssize_t keys) noexcept nogil
-        void (*exclude)(void *st, void *running_max, const uint32_t *words, int vectors, Py_ssize_t keys,
+        void (*exclude)(void *st, void *block_max, const uint32_t *words, int vectors, Py_ssize_t keys,
                         double fill) noexcept nogil
-        void (**softmax)(void *st, Py_ssize_t keys, const void *chunk_max, void *m, void *l, void *alpha,
+        void (**softmax)(void *st, Py_ssize_t keys, const void *block_max, void *m, void *l, void *alpha,
                          void *beta) noexcept nogil
         void (**values)(void *ot, const void *st, const char *v, Py_ssize_t v_stride, Py_ssize_t width,
                         Py_ssize_t keys, const void *alpha, const void *beta, int first) noexcept nogil
@@ -66,7 +69,7 @@ cdef extern from "kernels/kernels.h" nogil:
         void (*reciprocal)(void *r, const void *l, int vectors) noexcept nogil
         void (*unpack)(char **rows, const void *ot, const void *factor, Py_ssize_t n_rows, int vectors,
                        Py_ssize_t width) noexcept nogil
-        void (*rescale)(void *row, Py_ssize_t keys, double chunk_max, double m, double l) noexcept nogil
+        void (*rescale)(void *row, Py_ssize_t keys, double block_max, double m, double l) noexcept nogil
         void (*few_pack)(void *q, const char **rows, Py_ssize_t n_rows, Py_ssize_t width, double factor) noexcept nogil
         void (*to_panels)(void *panels, const char *k, Py_ssize_t k_stride, Py_ssize_t width,
                           Py_ssize_t keys) noexcept nogil
@@ -81,7 +84,7 @@ cdef extern from "kernels/kernels.h" nogil:
                            Py_ssize_t width, Py_ssize_t keys, const char *ahead, Py_ssize_t ahead_stride) noexcept nogil
         void (*few_values_marked)(void *o, void *l, const void *s, Py_ssize_t n_rows, const char *v,
                                   Py_ssize_t v_stride, Py_ssize_t width, Py_ssize_t keys) noexcept nogil
-        void (*few_merge)(const void *top, const void *sum, void *m, void *l, void *alpha, void *beta,
+        void (*few_merge)(const void *block_max, const void *sum, void *m, void *l, void *alpha, void *beta,
                           int vectors) noexcept nogil
         void (*few_blend)(void *o, const void *chunk, Py_ssize_t n, double alpha, double beta) noexcept nogil
         void (*few_store)(char *row, const void *o, Py_ssize_t width, double factor) noexcept nogil
@@ -108,19 +111,15 @@ cdef extern from "kernels/kernels.h" nogil:
     ctypedef struct at_angles:
         void (*frequencies)(double *high, double *low, Py_ssize_t pairs, double ratio_high,
                             double ratio_low) noexcept nogil
-        void (*sincos)(double *fine, double position, const double *high, const double *low,
-                       Py_ssize_t pairs) noexcept nogil
-        void (*turn)(double *cosines, double *sines, double position, const double *high, const double *low,
-                     Py_ssize_t pairs) noexcept nogil
+        void (*sincos)(double *cosines, double *sines, double position, const double *high, const double *low,
+                       Py_ssize_t pairs, int layout) noexcept nogil
         void (*rotate)(double *row, const double *cosines, const double *sines, const double *fine,
                        Py_ssize_t width) noexcept nogil
         void (*rotate_f32)(float *row, const double *cosines, const double *sines, const double *fine,
                            Py_ssize_t width) noexcept nogil
-        void (*apart)(double *cosines, double *sines, double position, const double *high, const double *low,
-                      Py_ssize_t pairs) noexcept nogil
         void (*sum_of)(double *table, const double *a, const double *b, Py_ssize_t pairs, double cosine_factor,
-                       double sine_factor, int neighbours) noexcept nogil
-        void (*turn_rows[4][2])(const at_rotary_rows *rows) noexcept nogil
+                       double sine_factor, int interleaved) noexcept nogil
+        void (*rotate_rows[4][2])(const at_rotary_rows *rows) noexcept nogil
 
     ctypedef struct at_isa:
         const char *name

@@ -93,7 +93,7 @@ cdef inline void look_ahead(const Job *job, Block **blocks, Py_ssize_t n_blocks,
 
 
 cdef void score_run(const Job *job, Block *block, Shared *shared, const char *k, const Run *run) noexcept nogil:
-    """Final scores of a run of keys, and their maximum in shared.top. k: first key of the chunk.
+    """Final scores of a run of keys, and their maximum in shared.block_max. k: first key of the chunk.
 
     Every step leaves a maximum; only that of the last one counts, the others go to shared.unused.
     """
@@ -106,24 +106,24 @@ cdef void score_run(const Job *job, Block *block, Shared *shared, const char *k,
         return
     if 0 < job.bias.column <= <Py_ssize_t> sizeof(double):
         fetch_rows(shared, block.bias_rows, block.n_rows, key * job.bias.column, n * job.bias.column)
-    tiles.scores[block.vectors - 1](st, shared.unused if steps else shared.top, block.qt,
+    tiles.scores[block.vectors - 1](st, shared.unused if steps else shared.block_max, block.qt,
                                     k + start * job.k.row, job.k.row, job.key_step, job.width, n,
                                     shared.ahead, shared.n_ahead)
     shared.n_ahead = 0
     if job.softcap != 0:
         steps -= 1
-        tiles.softcap(st, shared.unused if steps else shared.top, block.vectors, n, -2 / job.softcap,
+        tiles.softcap(st, shared.unused if steps else shared.block_max, block.vectors, n, -2 / job.softcap,
                       job.softcap * LOG2E)
     if job.bias.data != NULL:
         steps -= 1
-        tiles.add_bias(st, shared.unused if steps else shared.top, shared.bias_rows,
+        tiles.add_bias(st, shared.unused if steps else shared.block_max, shared.bias_rows,
                        bring_bias(job, block, shared, key, n), block.n_rows, block.vectors, n)
     if job.slopes != NULL:
         steps -= 1
         place_rows(job, block, key)
-        tiles.alibi(st, shared.unused if steps else shared.top, block.slope, block.position, block.vectors, n)
+        tiles.alibi(st, shared.unused if steps else shared.block_max, block.slope, block.position, block.vectors, n)
     if run.kind == MIXED:
-        tiles.exclude(st, shared.top, shared.words + start // AT_WORD * block.pitch, block.vectors, n, job.fill)
+        tiles.exclude(st, shared.block_max, shared.words + start // AT_WORD * block.pitch, block.vectors, n, job.fill)
 
 
 cdef void find_head_scalars(const Job *job, Block *block, Py_ssize_t b, Py_ssize_t head, Py_ssize_t i) noexcept nogil:
@@ -177,7 +177,7 @@ cdef bint score_chunk(const Job *job, Block *block, Shared *shared, const char *
     stop = min(block.hi - chunk, n)
     if start >= stop:
         return False
-    fill_reals(shared.top, item, block.pitch, -INFINITY)
+    fill_reals(shared.block_max, item, block.pitch, -INFINITY)
     if sees_all(block, chunk + start, chunk + stop):
         run.chunk = chunk
         run.start = start
@@ -214,7 +214,7 @@ cdef void weigh(const Job *job, Block *block, Shared *shared, const char *v, Py_
     cdef const at_tiles *tiles = job.tiles
     cdef Py_ssize_t item = <Py_ssize_t> tiles.itemsize, r
     cdef char *st = shared.st + start * block.pitch * item
-    tiles.softmax[block.vectors - 1](st, stop - start, shared.top, block.m, block.l, shared.alpha, shared.beta)
+    tiles.softmax[block.vectors - 1](st, stop - start, shared.block_max, block.m, block.l, shared.alpha, shared.beta)
     if job.total.data != NULL:
         tiles.add_totals(block.total, st, stop - start, shared.alpha, shared.beta, block.vectors)
     v += start * job.v.row
@@ -229,7 +229,8 @@ cdef void weigh(const Job *job, Block *block, Shared *shared, const char *v, Py_
     if job.weights.data == NULL:
         return
     for r in range(block.pitch):
-        set_real(block.tops + (chunk // AT_CHUNK * block.pitch + r) * item, item, real_at(shared.top + r * item, item))
+        set_real(block.maxima + (chunk // AT_CHUNK * block.pitch + r) * item, item,
+                 real_at(shared.block_max + r * item, item))
     fill_reals(shared.unused, item, block.pitch, 1)
     move_rows(<const char **> block.weight_rows, block.n_rows, (chunk + start) * item)
     tiles.unpack(block.weight_rows, st, shared.unused, block.n_rows, block.vectors, stop - start)
@@ -300,7 +301,7 @@ cdef void finish_weights(const Job *job, Block *block) noexcept nogil:
         for c in range(block.lo // AT_CHUNK, chunks_before(block.hi)):
             job.tiles.rescale(block.weight_rows[r] + c * AT_CHUNK * item,
                               min(<Py_ssize_t> AT_CHUNK, job.keys - c * AT_CHUNK),
-                              real_at(block.tops + c * block.pitch * item + at_row, item),
+                              real_at(block.maxima + c * block.pitch * item + at_row, item),
                               real_at(block.m + at_row, item), l)
 
 
@@ -350,7 +351,7 @@ cdef void visit_chunks(const Job *job, Block **blocks, Py_ssize_t n_blocks, Shar
     for x in range(n_blocks):
         start_rows(job, blocks[x])
         if job.weights.data != NULL:
-            fill_reals(blocks[x].tops, job.tiles.itemsize, chunks_before(job.keys) * blocks[x].pitch, -INFINITY)
+            fill_reals(blocks[x].maxima, job.tiles.itemsize, chunks_before(job.keys) * blocks[x].pitch, -INFINITY)
         lo = min(lo, blocks[x].lo)
         hi = max(hi, blocks[x].hi)
     visit.b = b
@@ -371,19 +372,19 @@ cdef void visit_chunks(const Job *job, Block **blocks, Py_ssize_t n_blocks, Shar
 
 cdef void attend_task(void *job_pointer, Py_ssize_t index, int slot) noexcept nogil:
     cdef const Job *job = <const Job *> job_pointer
-    cdef Py_ssize_t heads = job.batch * job.kv_heads, part, head, b, start, x, n_blocks = 0
+    cdef Py_ssize_t heads = job.batch * job.kv_heads, place, head, b, start, x, n_blocks = 0
     cdef char *free_bytes = job.scratch + slot * job.scratch_per_slot
     cdef char *block_bytes
     cdef Shared *shared
     cdef Block *blocks[MAX_BLOCKS]
-    if not job.structure.some:                  # neighbours in time share a head's keys
-        head, part = index // job.tasks_per_head, index % job.tasks_per_head
+    if not job.structure.some:                  # tasks that follow each other share a head's keys
+        head, place = index // job.tasks_per_head, index % job.tasks_per_head
     else:                                       # rows may differ in work, usually more to the end: heavy ones first
-        head, part = index % heads, job.tasks_per_head - 1 - index // heads
+        head, place = index % heads, job.tasks_per_head - 1 - index // heads
     b = head // job.kv_heads
     head %= job.kv_heads
     shared = open_shared(job, &free_bytes)
-    start = part * job.blocks_per_task * job.block_rows
+    start = place * job.blocks_per_task * job.block_rows
     while n_blocks < job.blocks_per_task and start < job.group * job.queries:
         block_bytes = free_bytes + n_blocks * job.block_bytes
         blocks[n_blocks] = <Block *> take(&block_bytes, sizeof(Block))
@@ -414,6 +415,6 @@ cdef int run_job(Job *job, int threads) except -1 nogil:
         return 0
     job.partials = job.scratch + threads * job.scratch_per_slot
     at_pool_run(few_task, job, job.tasks, threads)
-    if job.parts > 1:                           # a few microseconds even for long caches
+    if job.splits > 1:                           # a few microseconds even for long caches
         at_pool_run(merge_task, job, heads, 1)
     return 0

@@ -1,9 +1,9 @@
-# Rotary position embedding: x (batch, head, row, width), the pairs of a row turned by the angles of its position.
+# Rotary position embedding: x (batch, head, row, width), the pairs of a row rotated by the angles of its position.
 # Included by _core.pyx.
 #
 #     position = 64 a + b         fine:   64 rows of sines and cosines, one per b, shared by all tasks of a call
 #                                 coarse: those of one a, renewed when a changes
-#     table of TABLE_ROWS rows    row = fine turned by coarse, or the caller's own cosines and sines
+#     table of TABLE_ROWS rows    row = fine rotated by coarse, or the caller's own cosines and sines
 #          |
 #          +--> plane 0, plane 1, ...      (a plane is one head of one batch item: rows x width)
 #
@@ -31,9 +31,9 @@ cdef struct Rotary:
     Strided cosines, sines                      # [position][pair] of the caller
     Py_ssize_t table_bytes                      # of one of their elements
     double cosine_factor, sine_factor
-    bint neighbours
+    bint interleaved
     bint heads_inside                           # heads lie closer together than rows, if there are several
-    void (*turn_rows)(const at_rotary_rows *rows) noexcept nogil
+    void (*rotate_rows)(const at_rotary_rows *rows) noexcept nogil
     # The strip that is at work: pairs [from_pair, from_pair + strip), padded to whole blocks.
     Py_ssize_t from_pair, strip, padded
     double *fine                                # [FINE_ROWS][cosines, sines]
@@ -50,15 +50,15 @@ cdef inline int64_t position_of(const Rotary *job, Py_ssize_t item, Py_ssize_t r
 
 
 cdef void copy_table_row(const Rotary *job, double *row, int64_t position) noexcept nogil:
-    """A row of the caller's tables in the layout that turn_rows takes."""
-    cdef Py_ssize_t i, spread = 2 if job.neighbours else 1
+    """A row of the caller's tables in the layout that rotate_rows takes."""
+    cdef Py_ssize_t i, spread = 2 if job.interleaved else 1
     cdef const char *cosines = job.cosines.data + position * job.cosines.row + job.from_pair * job.table_bytes
     cdef const char *sines = job.sines.data + position * job.sines.row + job.from_pair * job.table_bytes
     cdef double *to = row + spread * job.padded
     for i in range(job.strip):
         row[spread * i] = real_at(cosines + i * job.table_bytes, job.table_bytes) * job.cosine_factor
         to[spread * i] = real_at(sines + i * job.table_bytes, job.table_bytes) * job.sine_factor
-        if job.neighbours:
+        if job.interleaved:
             row[2 * i + 1] = row[2 * i]
             to[2 * i + 1] = to[2 * i]
             to[2 * i] = -to[2 * i]
@@ -66,7 +66,7 @@ cdef void copy_table_row(const Rotary *job, double *row, int64_t position) noexc
 
 cdef void make_table(const Rotary *job, double *table, double *coarse, Py_ssize_t item, Py_ssize_t start,
                      Py_ssize_t rows) noexcept nogil:
-    """table[r]: what turns row start + r."""
+    """table[r]: what rotates row start + r."""
     cdef Py_ssize_t r
     cdef int64_t position, b, a = 0
     for r in range(rows):
@@ -77,9 +77,10 @@ cdef void make_table(const Rotary *job, double *table, double *coarse, Py_ssize_
         b = fine_row(position)
         if r == 0 or position - b != a:
             a = position - b
-            job.angles.apart(coarse, coarse + job.padded, <double> a, job.strip_high, job.strip_low, job.padded)
+            job.angles.sincos(coarse, coarse + job.padded, <double> a, job.strip_high, job.strip_low, job.padded,
+                              AT_APART)
         job.angles.sum_of(table + r * job.pitch, coarse, job.fine + 2 * b * job.padded, job.padded, job.cosine_factor,
-                          job.sine_factor, job.neighbours)
+                          job.sine_factor, job.interleaved)
 
 
 cdef void rotary_task(void *raw, Py_ssize_t index, int slot) noexcept nogil:
@@ -89,7 +90,7 @@ cdef void rotary_task(void *raw, Py_ssize_t index, int slot) noexcept nogil:
     cdef Py_ssize_t item = index // job.groups // job.blocks, start = block * TABLE_ROWS
     cdef Py_ssize_t n = min(<Py_ssize_t> TABLE_ROWS, job.length - start), plane = group * job.planes_per_group
     cdef Py_ssize_t end = min(job.planes, plane + job.planes_per_group), heads, b, h, r
-    cdef Py_ssize_t offset = job.from_pair * job.item_bytes * (2 if job.neighbours else 1)
+    cdef Py_ssize_t offset = job.from_pair * job.item_bytes * (2 if job.interleaved else 1)
     cdef double *coarse = job.slots + slot * job.slot_doubles
     cdef double *table = coarse + 2 * job.padded
     cdef at_rotary_rows rows
@@ -114,7 +115,7 @@ cdef void rotary_task(void *raw, Py_ssize_t index, int slot) noexcept nogil:
                 rows.table, rows.pitch = table, job.pitch
             rows.x += offset
             rows.y += offset
-            job.turn_rows(&rows)
+            job.rotate_rows(&rows)
         plane += heads
 
 
@@ -129,8 +130,8 @@ cdef void make_fine(const Rotary *job) noexcept nogil:
         if there[b]:
             continue
         there[b] = True
-        job.angles.apart(job.fine + 2 * b * job.padded, job.fine + (2 * b + 1) * job.padded, <double> b, job.strip_high,
-                         job.strip_low, job.padded)
+        job.angles.sincos(job.fine + 2 * b * job.padded, job.fine + (2 * b + 1) * job.padded, <double> b,
+                          job.strip_high, job.strip_low, job.padded, AT_APART)
         found += 1
         if found == FINE_ROWS:
             break
@@ -150,7 +151,7 @@ cdef int run_rotary(Rotary *job, int threads) except -1 nogil:
     job.planes_per_group = (job.planes + job.groups - 1) // job.groups
     job.groups = (job.planes + job.planes_per_group - 1) // job.planes_per_group
     threads = <int> min(<Py_ssize_t> threads, units * job.groups)
-    job.slot_doubles = widest * (2 + TABLE_ROWS * (4 if job.neighbours else 2))
+    job.slot_doubles = widest * (2 + TABLE_ROWS * (4 if job.interleaved else 2))
     doubles = widest * (2 + 2 * FINE_ROWS) + threads * job.slot_doubles
     scratch = <double *> scratch_of(doubles * sizeof(double))
     job.strip_high = scratch
@@ -161,7 +162,7 @@ cdef int run_rotary(Rotary *job, int threads) except -1 nogil:
     while job.from_pair < job.pairs:
         job.strip = min(job.pairs - job.from_pair, <Py_ssize_t> STRIP_PAIRS)
         job.padded = whole_blocks(job.strip)
-        job.pitch = job.padded * (4 if job.neighbours else 2)
+        job.pitch = job.padded * (4 if job.interleaved else 2)
         if job.high != NULL:
             memset(scratch, 0, 2 * widest * sizeof(double))
             memcpy(job.strip_high, job.high + job.from_pair, job.strip * sizeof(double))
@@ -203,18 +204,18 @@ cdef int rotate_typed(Rotary *job, const element[:, :, :, :] x, element[:, :, :,
         job.items, job.planes = 1, x.shape[0] * x.shape[1]
     job.length, job.width = x.shape[2], x.shape[3]
     job.heads_inside = x.shape[1] > 1 and (x.shape[2] == 1 or abs(x.strides[1]) < abs(x.strides[2]))
-    job.turn_rows = job.angles.turn_rows[format][job.neighbours]
+    job.rotate_rows = job.angles.rotate_rows[format][job.interleaved]
     bind_four(&job.x, &x[0, 0, 0, 0], x.strides)
     bind_four(&job.y, &y[0, 0, 0, 0], y.strides)
     return 0
 
 
-def rotate(x, y, turn, positions, long long first, int threads):
+def rotate(x, y, rotation, positions, long long first, int threads):
     """Rotates non-empty x (B, H, L, D) into y, which may be x. See positions/rotary.py, which checks.
 
-    x, y: of one floating dtype, native, aligned, the last axis contiguous. turn: of twin_angles.py; high and low
-    (pairs,) float64, or cosines and sines (n, pairs), float32 or float64, last axis contiguous, for positions from 0 to
-    n - 1. positions: (1 or B, L) int64, or None for first, first + 1, ... All angles are at most 2^50.
+    x, y: of one floating dtype, native, aligned, the last axis contiguous. rotation: of twin_angles.py; high and
+    low (pairs,) float64, or cosines and sines (n, pairs), float32 or float64, last axis contiguous, for positions from
+    0 to n - 1. positions: (1 or B, L) int64, or None for first, first + 1, ... All angles are at most 2^50.
     """
     cdef Rotary job
     cdef const int64_t[:, ::1] at_positions
@@ -222,18 +223,18 @@ def rotate(x, y, turn, positions, long long first, int threads):
     memset(&job, 0, sizeof(Rotary))
     job.angles = active.angles
     job.first = first
-    job.pairs, job.neighbours = turn.pairs, turn.interleaved
-    job.cosine_factor, job.sine_factor = turn.cosine_factor, turn.sine_factor
+    job.pairs, job.interleaved = rotation.pairs, rotation.interleaved
+    job.cosine_factor, job.sine_factor = rotation.cosine_factor, rotation.sine_factor
     if positions is not None:
         at_positions = positions
         job.positions, job.items = &at_positions[0, 0], at_positions.shape[0]
-    if turn.high is not None:
-        high_view, low_view = turn.high, turn.low
+    if rotation.high is not None:
+        high_view, low_view = rotation.high, rotation.low
         job.high, job.low = &high_view[0], &low_view[0]
     else:
-        bind_table(&job.cosines, turn.cosines)
-        bind_table(&job.sines, turn.sines)
-        job.table_bytes = turn.cosines.itemsize
+        bind_table(&job.cosines, rotation.cosines)
+        bind_table(&job.sines, rotation.sines)
+        job.table_bytes = rotation.cosines.itemsize
     if y.itemsize == 4:
         rotate_typed[float](&job, x, y, AT_F32)
     elif y.itemsize == 8:

@@ -33,7 +33,7 @@ class Places(NamedTuple):
 
 
 def _rotary_dim(rotary_dim: Any, width: int, fraction: float | None = None) -> int:
-    """Number of elements that are turned."""
+    """Number of elements that are rotated."""
     dim = width if fraction is None else int(width * fraction)
     if rotary_dim is not None:
         given = integer(NAME, "rotary_dim", rotary_dim)
@@ -97,7 +97,7 @@ def places_of(positions: Any, lead: tuple[int, ...], rows: int) -> Places:
     return Places(0, at, int(at.min(initial=_FARTHEST)), int(at.max(initial=-_FARTHEST)))
 
 
-# ---- what turns the pairs ----
+# ---- what rotates the pairs ----
 
 
 def _table(name: str, table: Any, dim: int) -> Array:
@@ -112,10 +112,10 @@ def _table(name: str, table: Any, dim: int) -> Array:
     return array
 
 
-def _turn_by_table(
+def _rotation_by_table(
     width: int, places: Places, rotary_dim: Any, cos: Any, sin: Any, interleaved: bool, inverse: bool
 ) -> tuple[Rotation, Places]:
-    """The turn by both tables in float32 or float64 as the core takes them, and the positions as rows of them."""
+    """The rotation by both tables in float32 or float64 as the core takes them, and the positions as rows of them."""
     dim = _rotary_dim(rotary_dim, width)
     if cos is None or sin is None:
         raise ValueError(
@@ -170,7 +170,7 @@ def _settled(width: int, base: Any, rotary_dim: Any, scaling: Any) -> tuple[floa
     return real, _rotary_dim(rotary_dim, width, rules.rotary_fraction), rules
 
 
-def _turn_by_angle(
+def _rotation_by_angle(
     width: int, places: Places, base: Any, rotary_dim: Any, scaling: Any, interleaved: bool, inverse: bool
 ) -> Rotation:
     real, dim, rules = _settled(width, base, rotary_dim, scaling)
@@ -201,14 +201,14 @@ def _apart(x: Array, out: Array) -> Array:
     return x if same else x.copy()
 
 
-def _rotate(x: Array, out: Array, turn: Rotation, places: Places) -> None:
-    """Non-empty x turned into out, both of any layout; out has the dtype of the result."""
+def _rotate(x: Array, out: Array, rotation: Rotation, places: Places) -> None:
+    """Non-empty x rotated into out, both of any layout; out has the dtype of the result."""
     run: Callable[..., None] = (backend.active or twin_angles).rotate
     threads = threads_for(None, NAME)
     plain = x.ndim == 4 and out.dtype is x.dtype and x.flags.c_contiguous and out.flags.c_contiguous
     if plain and x.flags.aligned and out.flags.aligned and (x is out or not np.may_share_memory(x, out)):
         # One token of 32 heads takes less than the questions below.
-        run(x, out, turn, places.array, places.first, threads)
+        run(x, out, rotation, places.array, places.first, threads)
         return
     target = _four_axes(out)
     last_contiguous = target.shape[-1] == 1 or target.strides[-1] == target.itemsize
@@ -216,7 +216,7 @@ def _rotate(x: Array, out: Array, turn: Rotation, places: Places) -> None:
     direct = np.may_share_memory(target, out) and target.flags.aligned and last_contiguous
     if not direct:
         target = np.empty(target.shape, out.dtype)
-    run(_four_axes(_apart(ready(x, target.dtype), out)), target, turn, places.array, places.first, threads)
+    run(_four_axes(_apart(ready(x, target.dtype), out)), target, rotation, places.array, places.first, threads)
     if not direct:
         out[...] = target.reshape(out.shape)
 
@@ -234,7 +234,7 @@ def rotary_embedding(
     inverse: bool = False,
     out: Array | None = None,
 ) -> Array:
-    """Rotary position embedding: each pair of elements of a row is turned by an angle proportional to its position.
+    """Rotary position embedding: each pair of elements of a row is rotated by an angle proportional to its position.
 
     With angle = position * base**(-2i / rotary_dim) a pair (a, b) becomes
     ``(a cos(angle) - b sin(angle), b cos(angle) + a sin(angle))``, so that the product of a query at m and a key at n
@@ -253,7 +253,7 @@ def rotary_embedding(
     base : float, optional
         The first pair turns by one radian per position, the last ones by nearly 1 / base. Finite and positive.
     rotary_dim : int, optional
-        How many elements of a row are turned, the first ones; the others are copied. Even, at most D; default D.
+        How many elements of a row are rotated, the first ones; the others are copied. Even, at most D; default D.
     interleaved : bool, optional
         Pairs are elements 2i and 2i + 1; else i and i + rotary_dim / 2, as in most published models.
     scaling : dict, optional
@@ -293,8 +293,8 @@ def rotary_embedding(
     array([[0.5403, 0.8415]])
     >>> q = np.ones((1, 2, 3, 4), dtype=np.float32)  # batch 1, 2 heads, 3 tokens, width 4
     >>> yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
-    >>> turned = rotary_embedding(q, 10, scaling=yarn)  # tokens at positions 10, 11, 12
-    >>> np.allclose(rotary_embedding(turned, 10, scaling=yarn, inverse=True), q)
+    >>> rotated = rotary_embedding(q, 10, scaling=yarn)  # tokens at positions 10, 11, 12
+    >>> np.allclose(rotary_embedding(rotated, 10, scaling=yarn, inverse=True), q)
     True
     """
     array = as_array(NAME, "x", x)
@@ -306,24 +306,24 @@ def rotary_embedding(
     paired, back = flag(NAME, "interleaved", interleaved), flag(NAME, "inverse", inverse)
     places, width = places_of(positions, array.shape[:-3], array.shape[-2]), array.shape[-1]
     if cos is None and sin is None:
-        turn = _turn_by_angle(width, places, base, rotary_dim, scaling, paired, back)
+        rotation = _rotation_by_angle(width, places, base, rotary_dim, scaling, paired, back)
     else:
         if scaling is not None or not (isinstance(base, (int, float)) and base == DEFAULT_BASE):
             also = "scaling" if scaling is not None else "base"
             raise ValueError(
                 f"{NAME}: {also} is given with cos and sin; tables hold the angles already, so leave {also} out"
             )
-        turn, places = _turn_by_table(width, places, rotary_dim, cos, sin, paired, back)
+        rotation, places = _rotation_by_table(width, places, rotary_dim, cos, sin, paired, back)
     if out is None:
         out = np.empty(array.shape, dtype)
     else:
         check_out(NAME, out, array.shape, dtype)
-        if turn.cosines is not None and turn.sines is not None:
-            turn = turn._replace(cosines=_not_in(out, turn.cosines), sines=_not_in(out, turn.sines))
+        if rotation.cosines is not None and rotation.sines is not None:
+            rotation = rotation._replace(cosines=_not_in(out, rotation.cosines), sines=_not_in(out, rotation.sines))
         if places.array is not None:
             places = places._replace(array=_not_in(out, places.array))
     if out.size:
-        _rotate(array, out, turn, places)
+        _rotate(array, out, rotation, places)
     return out
 
 

@@ -30,7 +30,7 @@ INLINE void at_fetch(const at_ahead* ahead, ptrdiff_t j, ptrdiff_t n, ptrdiff_t 
     }
 }
 
-#define MAX_TILE 14 /* keys in the longest tile of any ISA */
+#define MAX_TILE 12 /* keys in the longest tile of any ISA */
 
 #define UP_TO_2(M, V) M(V, 1) M(V, 2)
 #define UP_TO_4(M, V) M(V, 1) M(V, 2) M(V, 3) M(V, 4)
@@ -38,7 +38,6 @@ INLINE void at_fetch(const at_ahead* ahead, ptrdiff_t j, ptrdiff_t n, ptrdiff_t 
 #define UP_TO_8(M, V) UP_TO_6(M, V) M(V, 7) M(V, 8)
 #define UP_TO_10(M, V) UP_TO_8(M, V) M(V, 9) M(V, 10)
 #define UP_TO_12(M, V) UP_TO_10(M, V) M(V, 11) M(V, 12)
-#define UP_TO_14(M, V) UP_TO_12(M, V) M(V, 13) M(V, 14)
 
 /* 2^f on [-1/2, 1/2], highest power first, relative minimax with constant term 1 (Remez exchange):
  * degree 6 in float, 1.01 ULP after rounding; degree 11 in double, 1.0 ULP. */

@@ -1,6 +1,5 @@
-/* Which ISAs this build has, and which of them this processor and operating system can run. The list is ordered best
- * first; the choice itself (first supported, or the forced one) is made in runtime/backend.py, where it can be
- * explained. */
+/* Which ISAs this build has, best first, and which of them this processor and operating system can run. _core.pyx takes the
+ * first of these when it is imported; runtime/backend.py replaces it by one that the user asks for. */
 #include "kernels.h"
 
 #if defined(__x86_64__) || defined(_M_X64)

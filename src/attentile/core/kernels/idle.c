@@ -4,19 +4,19 @@
 
 #pragma GCC diagnostic ignored "-Wunused-parameter" /* that is what they are here for */
 
-static void scores(void* st, void* running_max, const void* qt, const char* k, ptrdiff_t k_stride, ptrdiff_t k_step,
+static void scores(void* st, void* block_max, const void* qt, const char* k, ptrdiff_t k_stride, ptrdiff_t k_step,
                    ptrdiff_t width, ptrdiff_t keys, const at_ahead* ahead, int n_ahead) {}
 
 static void convert(void* to, const char* row, ptrdiff_t stride, ptrdiff_t n, int format) {}
 
-static void add_bias(void* st, void* running_max, const char* const* rows, ptrdiff_t key_stride, ptrdiff_t n_rows,
+static void add_bias(void* st, void* block_max, const char* const* rows, ptrdiff_t key_stride, ptrdiff_t n_rows,
                      int vectors, ptrdiff_t keys) {}
 
-static void softcap(void* st, void* running_max, int vectors, ptrdiff_t keys, double rise, double top) {}
+static void softcap(void* st, void* block_max, int vectors, ptrdiff_t keys, double slope, double cap) {}
 
-static void alibi(void* st, void* running_max, const void* slope, const void* position, int vectors, ptrdiff_t keys) {}
+static void alibi(void* st, void* block_max, const void* slope, const void* position, int vectors, ptrdiff_t keys) {}
 
-static void exclude(void* st, void* running_max, const uint32_t* words, int vectors, ptrdiff_t keys, double fill) {}
+static void exclude(void* st, void* block_max, const uint32_t* words, int vectors, ptrdiff_t keys, double fill) {}
 
 static void few_scores(void* s, const void* q, ptrdiff_t n_rows, const char* k, ptrdiff_t k_stride, void* panels,
                        ptrdiff_t width, ptrdiff_t keys, const char* ahead, ptrdiff_t ahead_stride) {}

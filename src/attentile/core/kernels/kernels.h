@@ -101,10 +101,10 @@ typedef struct {
     /* rows[r] (r < n_rows) -> qt[width][n] * factor; lanes from n_rows on become 0. */
     void (*pack)(void* qt, const char* const* rows, ptrdiff_t n_rows, int vectors, ptrdiff_t width, double factor);
 
-    /* st[j][n] for `keys` keys from k on; running_max[n] = max(running_max, st), NaN ignored. Index: vectors - 1.
+    /* st[j][n] for `keys` keys from k on; block_max[n] = max(block_max, st), NaN ignored. Index: vectors - 1.
      * k_step: elements between the widths of a key, 1, or AT_PANEL for panels, of which k_stride is 1 / AT_PANEL.
      * ahead: what to fetch meanwhile. */
-    void (*scores[AT_MAX_VECTORS])(void* st, void* running_max, const void* qt, const char* k, ptrdiff_t k_stride,
+    void (*scores[AT_MAX_VECTORS])(void* st, void* block_max, const void* qt, const char* k, ptrdiff_t k_stride,
                                    ptrdiff_t k_step, ptrdiff_t width, ptrdiff_t keys, const at_ahead* ahead,
                                    int n_ahead);
 
@@ -112,21 +112,21 @@ typedef struct {
     void (*convert)(void* to, const char* row, ptrdiff_t stride, ptrdiff_t n, int format);
 
     /* st[j][r] += log2(e) * rows[r][j], finite bias staying finite; an infinite bias replaces the score. */
-    void (*add_bias)(void* st, void* running_max, const char* const* rows, ptrdiff_t key_stride, ptrdiff_t n_rows,
+    void (*add_bias)(void* st, void* block_max, const char* const* rows, ptrdiff_t key_stride, ptrdiff_t n_rows,
                      int vectors, ptrdiff_t keys);
 
-    /* st = cap * tanh(st / cap), both in units of log2(e): rise = -2 / cap, top = log2(e) * cap. */
-    void (*softcap)(void* st, void* running_max, int vectors, ptrdiff_t keys, double rise, double top);
+    /* st = cap * tanh(st / cap), both in units of log2(e); slope = -2 log2(e) / cap. */
+    void (*softcap)(void* st, void* block_max, int vectors, ptrdiff_t keys, double slope, double cap);
 
     /* st[j][r] -= slope[r] * |position[r] - j|; slope in units of log2(e), position relative to the first key. */
-    void (*alibi)(void* st, void* running_max, const void* slope, const void* position, int vectors, ptrdiff_t keys);
+    void (*alibi)(void* st, void* block_max, const void* slope, const void* position, int vectors, ptrdiff_t keys);
 
     /* st[j][r] = fill where bit j % 32 of words[j / 32][r] is 0. */
-    void (*exclude)(void* st, void* running_max, const uint32_t* words, int vectors, ptrdiff_t keys, double fill);
+    void (*exclude)(void* st, void* block_max, const uint32_t* words, int vectors, ptrdiff_t keys, double fill);
 
-    /* In place st = exp2(st - chunk_max), never -0.0. Merges the chunk into m and l and leaves the weights of the old
+    /* In place st = exp2(st - block_max), never -0.0. Merges the chunk into m and l and leaves the weights of the old
      * (alpha) and the new (beta) part. */
-    void (*softmax[AT_MAX_VECTORS])(void* st, ptrdiff_t keys, const void* chunk_max, void* m, void* l, void* alpha,
+    void (*softmax[AT_MAX_VECTORS])(void* st, ptrdiff_t keys, const void* block_max, void* m, void* l, void* alpha,
                                     void* beta);
 
     /* ot[e][n] for `width` columns of v; first != 0: ot is only written. Index: vectors - 1. */
@@ -148,11 +148,11 @@ typedef struct {
     void (*unpack)(char* const* rows, const void* ot, const void* factor, ptrdiff_t n_rows, int vectors,
                    ptrdiff_t width);
 
-    /* row[j] *= exp2(chunk_max - m) / l: turns the weights of one chunk into final ones. */
-    void (*rescale)(void* row, ptrdiff_t keys, double chunk_max, double m, double l);
+    /* row[j] *= exp2(block_max - m) / l: the weights of one chunk become final ones. */
+    void (*rescale)(void* row, ptrdiff_t keys, double block_max, double m, double l);
 
     /* ---- Few rows: lanes are keys, then columns (few.inc). Scores lie in s[r][AT_CHUNK], values in o[r][pitch] with
-     * pitch = width in whole vectors, and row r of a group reads the same k and v as its neighbours. ---- */
+     * pitch = width in whole vectors, and row r of a group reads the same k and v as the others. ---- */
 
     /* q[r][width] = factor * rows[r]. */
     void (*few_pack)(void* q, const char* const* rows, ptrdiff_t n_rows, ptrdiff_t width, double factor);
@@ -181,7 +181,7 @@ typedef struct {
                               ptrdiff_t width, ptrdiff_t keys);
 
     /* Chunk maxima and sums [n] into m and l, as softmax does; alpha and beta for few_blend. */
-    void (*few_merge)(const void* top, const void* sum, void* m, void* l, void* alpha, void* beta, int vectors);
+    void (*few_merge)(const void* block_max, const void* sum, void* m, void* l, void* alpha, void* beta, int vectors);
 
     /* o[n] = beta * chunk[n] + alpha * o[n], n whole vectors; row[width] = factor * o[width], -0.0 becoming 0.0. */
     void (*few_blend)(void* o, const void* chunk, ptrdiff_t n, double alpha, double beta);
@@ -221,34 +221,37 @@ typedef struct {
 /* Positions: sines and cosines of position * ratio^i for the pairs i of a row, see angles.inc. Every table is scratch,
  * aligned to AT_ALIGN and padded to whole blocks of AT_ANGLE_BLOCK pairs, which are computed with the rest; only the
  * caller's row ends where it ends. A position is a whole number; positions and angles (radians) are at most 2^50.
- * Measured against exact values up to an angle of 2^40: sincos and turn are off by at most 8.2e-17, rows by 2.6e-16
+ * Measured against exact values up to an angle of 2^40: sincos is off by at most 8.2e-17, rows by 2.6e-16
  * (without FMA 2.9e-16). Beyond, the error of ratio^i shows: up to 5e-15 at 2^50. */
 #define AT_ANGLE_BLOCK 8
 #define AT_STRIP_PAIRS 256 /* most pairs of a row that are at work at once */
 
-/* Rows for turn_rows: row r lies at x + r * x_stride and goes to y + r * y_stride (bytes). y may be x; other overlaps are
- * not allowed. Elements from tail_from on, `tail` of them, are copied. Row r is turned by table + r * pitch: cosines
+/* Rows for rotate_rows: row r lies at x + r * x_stride and goes to y + r * y_stride (bytes). y may be x; other overlaps are
+ * not allowed. Elements from tail_from on, `tail` of them, are copied. Row r is rotated by table + r * pitch: cosines
  * first, after `sines` doubles the sines; laid out by sum_of. */
 typedef struct {
     const char* x;
     char* y;
     ptrdiff_t x_stride, y_stride, rows;
-    ptrdiff_t pairs, apart; /* apart: elements between the members of a pair; not used for neighbours */
+    ptrdiff_t pairs, apart; /* apart: elements between the members of a pair; not used if they are interleaved */
     ptrdiff_t tail_from, tail;
     const double* table;
     ptrdiff_t pitch, sines;
 } at_rotary_rows;
 
+enum { AT_APART, AT_ALTERNATING, AT_ROTATION }; /* layouts of sines and cosines */
+
 typedef struct {
     /* high[i] + low[i] = ratio^i * 2 / pi, the quarter turns per position. */
     void (*frequencies)(double* high, double* low, ptrdiff_t pairs, double ratio_high, double ratio_low);
 
-    /* fine[2 i] = sin, fine[2 i + 1] = cos of the angle of pair i. */
-    void (*sincos)(double* fine, double position, const double* high, const double* low, ptrdiff_t pairs);
-
-    /* The same as a rotation: cosines[2 i] = cosines[2 i + 1] = cos, sines[2 i] = sin, sines[2 i + 1] = -sin. */
-    void (*turn)(double* cosines, double* sines, double position, const double* high, const double* low,
-                 ptrdiff_t pairs);
+    /* Sines and cosines of the angles of the pairs, laid out as
+     *     AT_APART          cosines[i] = cos, sines[i] = sin
+     *     AT_ALTERNATING    sines[2 i] = sin, sines[2 i + 1] = cos: a fine row; cosines is not used
+     *     AT_ROTATION       cosines[2 i] = cosines[2 i + 1] = cos, sines[2 i] = sin, sines[2 i + 1] = -sin: for rotate
+     * high + low: quarter turns per position of each pair, any numbers. */
+    void (*sincos)(double* cosines, double* sines, double position, const double* high, const double* low,
+                   ptrdiff_t pairs, int layout);
 
     /* row[width] = the fine row of the sum of both positions, clamped to [-1, 1]. An odd width ends with a sine. */
     void (*rotate)(double* row, const double* cosines, const double* sines, const double* fine, ptrdiff_t width);
@@ -256,19 +259,14 @@ typedef struct {
     /* The same, rounded once to float. */
     void (*rotate_f32)(float* row, const double* cosines, const double* sines, const double* fine, ptrdiff_t width);
 
-    /* Rotary position embedding. high + low: quarter turns per position of each pair, any numbers.
-     * cosines[i], sines[i] of the angle of pair i. */
-    void (*apart)(double* cosines, double* sines, double position, const double* high, const double* low,
-                  ptrdiff_t pairs);
-
     /* A table row: cosine and sine of the sum of two angles, times a factor each. a[i], a[pairs + i] = cosine and sine of
-     * one angle, b those of the other. neighbours = 0: table[i] = cosine, table[pairs + i] = sine; else
+     * one angle, b those of the other. interleaved = 0: table[i] = cosine, table[pairs + i] = sine; else
      * table[2 i] = table[2 i + 1] = cosine, table[2 pairs + 2 i] = -sine, table[2 pairs + 2 i + 1] = sine. */
     void (*sum_of)(double* table, const double* a, const double* b, ptrdiff_t pairs, double cosine_factor,
-                   double sine_factor, int neighbours);
+                   double sine_factor, int interleaved);
 
-    /* [AT_F16 ...][halves, neighbours]: the pairs of each row turned by its table, rounded once at the end. */
-    void (*turn_rows[4][2])(const at_rotary_rows* rows);
+    /* [AT_F16 ...][halves, interleaved]: the pairs of each row rotated by its table, rounded once at the end. */
+    void (*rotate_rows[4][2])(const at_rotary_rows* rows);
 } at_angles;
 
 typedef struct {
@@ -279,7 +277,7 @@ typedef struct {
 
 /* dispatch.c */
 int at_isa_count(void);             /* every ISA of this build, best first */
-const at_isa* at_isa_at(int index); /* NULL if this build lacks it */
+const at_isa* at_isa_at(int index); /* 0 <= index < at_isa_count() */
 int at_isa_supported(int index);    /* this processor and operating system can run it */
 
 /* idle.c. Tiles of the same element size and lanes that do nothing: those for scores, the others are NULL. */
