@@ -1,6 +1,6 @@
 """The arrays of an attention layer by the names that checkpoints give them.
 
-A convention is a row of `CONVENTIONS`. To add one, add a row, a case in tests/test_checkpoints.py, and a model in
+A convention is a row of `CONVENTIONS`. To add one, add a row, a case in tests/checkpoint_cases.py, and a model in
 tests/models.py.
 
 Rows with the same names differ in the biases that are there, in the place, or in the shapes. What none of these tells,
