@@ -26,7 +26,7 @@ cdef void score_few(const Job *job, Block *block, Shared *shared, const char *k,
     """Final scores of a run of keys into shared.st[row][AT_CHUNK]."""
     cdef const at_tiles *tiles = job.tiles
     cdef Py_ssize_t item = <Py_ssize_t> tiles.itemsize, r
-    cdef Py_ssize_t start = run.start, n = run.stop - run.start, key = run.chunk + run.start, column
+    cdef Py_ssize_t start = run.start, n = run.stop - run.start, key = run.chunk + run.start, column = 0
     cdef char *s = shared.st + start * item
     if run.kind == NONE:
         for r in range(block.n_rows):
