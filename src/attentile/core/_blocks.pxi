@@ -9,7 +9,7 @@ cdef enum:
     MAX_THREADS = 256                           # of one call
     TASKS_PER_THREAD = 8                        # fewer blocks per task rather than fewer tasks than this
     FEW_TASKS_PER_THREAD = 4                    # few rows: heads are shared among threads below this
-    MAX_SPLITS = 1 << 20                         # chunks of all heads, if they are: 2^28 keys; more is a repeating view
+    MAX_SPLITS = 1 << 20                        # chunks of all heads, if they are: 2^28 keys; more is a repeating view
     NONE = 0                                    # kinds of a mask word over the rows of a block
     MIXED = 1
     ALL = 2
@@ -77,7 +77,7 @@ cdef struct Job:
     bint few                                    # all rows of a head are one block for the tiles with lanes = keys
     Py_ssize_t few_pitch                        # elements of a row of values in scratch
     Py_ssize_t heads_per_task                   # those that a task takes one after the other,
-    Py_ssize_t splits                          #   or tasks that share the chunks of one head,
+    Py_ssize_t splits                           #   or tasks that share the chunks of one head,
     char *partials                              #   which leave [head][chunk] partial results here
     Py_ssize_t partial_bytes, partials_per_head
 
@@ -157,11 +157,6 @@ cdef inline void set_real(char *p, size_t itemsize, double x) noexcept nogil:
         (<double *> p)[0] = x
     else:
         (<float *> p)[0] = <float> x
-
-
-cdef inline double real_of(double x, size_t itemsize) noexcept nogil:
-    """x as an element holds it."""
-    return x if itemsize == 8 else <double> <float> x
 
 
 cdef inline void fill_reals(char *p, size_t itemsize, Py_ssize_t n, double x) noexcept nogil:
