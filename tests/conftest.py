@@ -30,13 +30,8 @@ from attentile.runtime import backend
 ISAS = ("avx512", "avx2", "neon", "generic")
 FMA_ISAS = ("avx512", "avx2", "neon")
 
-
-def available_isas() -> list[str]:
-    """Instruction sets that can be activated here, best first; empty for a pure-NumPy install."""
-    return attentile.show_config(as_dict=True)["isas_here"]
-
-
-HERE = available_isas()
+# Those that can be activated here, best first; none in a pure-NumPy install.
+HERE: list[str] = attentile.show_config(as_dict=True)["isas_here"]
 FMA_HERE = [isa for isa in HERE if isa in FMA_ISAS]
 two_fma_isas = pytest.mark.skipif(len(FMA_HERE) < 2, reason="one instruction set or none with fused multiply-add")
 NONE = ["none"]  # a parameter for fixtures without any: tests that take them are left out

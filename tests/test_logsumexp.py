@@ -5,7 +5,7 @@ from __future__ import annotations
 import mpmath
 import numpy as np
 import pytest
-from conftest import ISAS, available_isas
+from conftest import HERE
 
 from attentile import attention, use_backend
 
@@ -40,7 +40,7 @@ def test_a_sink_takes_its_share(impl, sink):
 
 def test_every_instruction_set_gives_the_same_logarithms(compiled):
     found = []
-    for isa in [name for name in ISAS if name in available_isas()]:
+    for isa in HERE:
         with use_backend("compiled", isa):
             found.append(rows_of_equal_scores().lse)  # without FMA too: the sums of ones are exact
     for other in found[1:]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import FMA_ISAS, ISAS, available_isas
+from conftest import FMA_ISAS, HERE, ISAS
 from numpy.testing import assert_allclose, assert_array_equal
 from report_helpers import check, output_of, qkv, run_python
 
@@ -39,8 +39,8 @@ def test_b69_every_instruction_set_can_be_forced(compiled):
     """From the environment, in a process that never runs another; all agree with the NumPy code."""
     q, k, v = (np.random.default_rng(x).standard_normal((1, 2, 33, 16)).astype(np.float32) for x in range(3))
     expected = check(q, k, v, causal=True).out
-    assert "generic" in available_isas()
-    for isa in available_isas():
+    assert "generic" in HERE
+    for isa in HERE:
         running, out = json.loads(output_of(SMALL_CALL, ATTENTILE_ISA=isa))
         assert running == isa
         assert_allclose(np.reshape(out, expected.shape), expected, rtol=0, atol=2e-6)
@@ -50,7 +50,7 @@ def test_b69_instruction_sets_agree(compiled):
     q, k, v = qkv((2, 4, 100, 67), keys=300, kv_heads=2)
     mask = np.random.default_rng(69).random((100, 300)) < 0.7
     results = {}
-    for isa in available_isas():
+    for isa in HERE:
         with use_backend("compiled", isa):
             results[isa] = attention(q, k, v, mask=mask)
     for a, b in itertools.combinations(results, 2):
@@ -62,14 +62,13 @@ def test_b69_instruction_sets_agree(compiled):
 
 def test_b69_instruction_set_that_is_not_there(compiled):
     """An error that lists what is there; never a crash at the first call, never a silent other choice."""
-    here = available_isas()
-    for name in ("nonsense", *(isa for isa in ISAS if isa not in here)):
+    for name in ("nonsense", *(isa for isa in ISAS if isa not in HERE)):
         done = run_python("import attentile", ATTENTILE_ISA=name)
         assert done.returncode == 1
         message = done.stderr.strip().splitlines()[-1]
         assert message.startswith("ImportError: attentile: ATTENTILE_ISA")
         assert repr(name) in message
-        assert all(isa in message for isa in here)
+        assert all(isa in message for isa in HERE)
 
 
 BASELINE_FREE = ("avx2.c", "avx512.c")  # the objects that are entered only after the processor was asked
