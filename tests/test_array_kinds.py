@@ -39,11 +39,6 @@ def layer(**options: Any) -> at.MultiHeadAttention:
     return at.MultiHeadAttention(**W, num_heads=2, **options)
 
 
-def made_and_called(**weights: Any) -> Any:
-    """Sinks are looked at by the call."""
-    return at.MultiHeadAttention(**weights)(X[0])
-
-
 def attend(**options: Any) -> Any:
     return cache().attend(**options)
 
@@ -116,10 +111,10 @@ CALLS: dict[str, list[tuple[Callable[..., Any], dict[str, Any]]]] = {
     "KVCache.reorder": [(lambda beam_index: cache().reorder(beam_index), dict(beam_index=np.array([1, 0])))],
     "MultiHeadAttention.__init__": [
         (
-            made_and_called,
+            at.MultiHeadAttention,
             {**W, "num_heads": 2, "sinks": np.zeros(2), **NORMS, "norm": {"kind": "rms", "eps": 1e-6}},
         ),
-        (made_and_called, {**W, "num_heads": 2, **NORMS, **NORM_BIASES, "norm": {"kind": "layer", "eps": 1e-6}}),
+        (at.MultiHeadAttention, {**W, "num_heads": 2, **NORMS, **NORM_BIASES, "norm": {"kind": "layer", "eps": 1e-6}}),
     ],
     "MultiHeadAttention.from_arrays": [(from_arrays, dict(arrays=CHECKPOINT))],
     "MultiHeadAttention.__call__": [
