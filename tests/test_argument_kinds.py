@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers import dtype_of
 from numpy.testing import assert_array_equal
 
 import attentile
@@ -50,9 +51,8 @@ def test_masked_arrays_are_refused_for_their_mask_would_be_lost(either, name):
 
 
 def test_dtypes_without_a_common_one(either):
-    ml_dtypes = pytest.importorskip("ml_dtypes")
     x = np.ones((1, 2, 3, 4))
-    half, brain = x.astype(np.float16), x.astype(ml_dtypes.bfloat16)
+    half, brain = x.astype(np.float16), x.astype(dtype_of("bfloat16"))
     with pytest.raises(TypeError, match=r"^attention: NumPy has no common dtype of bfloat16, float16; convert with"):
         attention(half, brain, half)
     with pytest.raises(TypeError, match=r"^merge_attention: NumPy has no common dtype"):

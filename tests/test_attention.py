@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import dtype_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
@@ -290,7 +291,7 @@ def test_logsumexp_and_weights_without_values(impl, options, queries):
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 def test_half_precision_is_computed_in_float32_and_rounded_once(impl, name):
-    dtype = np.dtype(getattr(pytest.importorskip("ml_dtypes"), name)) if name == "bfloat16" else np.dtype(name)
+    dtype = dtype_of(name)
     q, k, v = (x.astype(dtype) for x in inputs(np.random.default_rng(11), 1, 2, 2, 20, 30, 16, 8, np.float32))
     single = attention(*(x.astype(np.float32) for x in (q, k, v)), return_weights=True, return_lse=True)
     half = attention(q, k, v, return_weights=True, return_lse=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from helpers import normal, same_bits
 
 from attentile import KVCache, attention, explain
 from attentile.storage import kept_finite, native, ready
+
+ml_dtypes = pytest.importorskip("ml_dtypes")
 
 HEADS, ROWS, KEYS, WIDTH = 3, 60, 290, 8
 COMPUTED_IN = [np.float32, np.float64]

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import tracemalloc
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 from cache_helpers import BATCH, Q_HEADS, VALUE_WIDTH, WIDTH, assert_same, pair_of, ragged
-from helpers import normal
+from helpers import dtype_of, most_allocated, normal
 from numpy.testing import assert_array_equal
 
 from attentile import KVCache, MultiHeadAttention
@@ -20,7 +16,7 @@ from attentile import KVCache, MultiHeadAttention
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_queries_of_another_dtype_are_converted(impl, dtype, q_dtype, options):
     """The result has the dtype that NumPy promotes to; its numbers are those of the cache's own dtype."""
-    q_dtype = np.dtype(getattr(pytest.importorskip("ml_dtypes"), q_dtype)) if q_dtype == "bfloat16" else q_dtype
+    q_dtype = dtype_of(q_dtype)
     cache, model = ragged(dtype, **options)
     q = (3 * normal(BATCH, Q_HEADS, 2, WIDTH)).astype(q_dtype)
     promoted = np.result_type(q.dtype, np.dtype(dtype)).newbyteorder("=")
@@ -45,26 +41,17 @@ def test_out_for_queries_of_another_dtype_is_that_of_the_result():
         cache.attend(q, out=out.astype(q.dtype), mask=np.ones((5, 5), bool))
 
 
-def most_allocated(call: Callable[[], Any]) -> int:
-    """Bytes of arrays that a second call needs at once."""
-    call()
-    tracemalloc.start()
-    try:
-        call()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-
-
 @pytest.mark.parametrize("dtype", ["float64", "float16", "int64"])
 def test_no_cache_is_converted_for_a_query_or_a_token(compiled, dtype):
     """However long the cache and large the weights: less memory than they would take."""
     cache, x = KVCache(1, 8, 64), normal(1, 8, 2048, 64)
     cache.append(x, x)
     q = x[:, :, :1].astype(dtype)
+    cache.attend(q)  # threads and scratch are there from here on
     assert most_allocated(lambda: cache.attend(q)) < 100_000
     layer = MultiHeadAttention(*normal(4, 512, 512), num_heads=8)
     token = (3 * normal(1, 1, 512)).astype(dtype)
+    layer(token, cache=cache)
     assert most_allocated(lambda: layer(token, cache=cache)) < 500_000
     found = layer(token, cache=cache.fork())
     assert found.dtype == np.result_type(token, np.float32)
@@ -73,7 +60,7 @@ def test_no_cache_is_converted_for_a_query_or_a_token(compiled, dtype):
 
 @pytest.mark.parametrize("dtype", ["float16", "float64", ">f4", "int8", "bool", "bfloat16", "longdouble"])
 def test_dtypes_of_tokens(dtype):
-    dtype = np.dtype(getattr(pytest.importorskip("ml_dtypes"), dtype)) if dtype == "bfloat16" else np.dtype(dtype)
+    dtype = dtype_of(dtype)
     k, v = (3 * x for x in pair_of(1, 2, 20, 4))
     cache = KVCache(1, 2, 4)
     cache.append(k.astype(dtype), v.astype(dtype))

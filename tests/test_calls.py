@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import normal
+from helpers import dtype_of, normal
 from numpy.testing import assert_array_equal
 
 from attentile import KVCache, alibi_slopes, attention, causal_attention, dispatch, self_attention
@@ -306,7 +306,7 @@ def test_checked_values_are_taken_by_the_core(compiled):
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 def test_half_precision_is_rounded_once_to_nearest_even(impl, name):
     """Every number of the format comes back, and the mean of two neighbours, a tie, goes to the even one."""
-    dtype = np.dtype(np.float16) if name == "float16" else np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
+    dtype = dtype_of(name)
     numbers = np.arange(1 << 16, dtype=np.uint16).view(dtype)
     one = np.ones((1, 1, 1, 1), dtype)
     with np.errstate(all="ignore"):

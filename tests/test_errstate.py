@@ -8,6 +8,7 @@ import warnings
 
 import numpy as np
 import pytest
+from helpers import dtype_of
 from numpy.testing import assert_array_equal
 
 import attentile
@@ -128,8 +129,7 @@ def test_every_public_function_is_here():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", calls("wide", np.float32))
 def test_settings_of_numpy_change_nothing(either, name, dtype, kind):
-    kind_of = pytest.importorskip("ml_dtypes").bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
-    call = calls(kind, kind_of)[name]
+    call = calls(kind, dtype_of(dtype))[name]
     with np.errstate(all="ignore"):
         expected = call()
     with np.errstate(all="raise"):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import pickle
-import tracemalloc
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from helpers import most_allocated
 from numpy.testing import assert_allclose, assert_array_equal
 from numpy.typing import NDArray
 from oracle import allowed_keys
@@ -359,16 +358,6 @@ def test_a_row_alone_equals_the_row_in_the_batch(isa, kind):
 
 
 LONG, MIB = 8192, 2**20
-
-
-def most_allocated(call: Callable[[], Any]) -> int:
-    """Bytes that NumPy holds at most while the call runs, beyond those before it."""
-    tracemalloc.start()
-    try:
-        call()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

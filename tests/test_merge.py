@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import normal, same_bits
+from helpers import dtype_of, normal, same_bits
 from numpy.testing import assert_allclose, assert_array_equal
 
 from attentile import AttentionResult, attention, merge_attention
@@ -142,7 +142,7 @@ def test_dtypes_are_promoted():
     assert (merged.out.dtype, merged.lse.dtype) == (np.float16, np.float32)
     exact = merge_attention([(half[0].astype(float), half[1]), (half[0][::-1].astype(float), half[1][::-1])])
     assert_allclose(merged.out, exact.out, rtol=5.1e-4, atol=1e-7)  # rounded once
-    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    bfloat16 = dtype_of("bfloat16")
     assert merge_attention([(half[0].astype(bfloat16), half[1])] * 2).out.dtype == bfloat16
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import dtype_of
 from layer_oracle import CLOSE32, CLOSE64, SHAPES, Weights, gguf, make, neox, normal, oracle
 from numpy.testing import assert_allclose, assert_array_equal
 from numpy.typing import NDArray
@@ -283,7 +284,7 @@ def test_dtypes():
 
 
 def test_bfloat16():
-    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    bfloat16 = dtype_of("bfloat16")
     w, x = make(), normal(2, 3, 12).astype(bfloat16)
     layer = MultiHeadAttention.from_arrays(
         {name: array.astype(bfloat16) for name, array in gguf(w).items()}, num_heads=4, rotary={}

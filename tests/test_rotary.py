@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import FMA_HERE, two_fma_isas
-from helpers import same_bits
+from helpers import dtype_of, same_bits
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rotary_oracle import exact_error, members, multiplied, plain, rotated
@@ -26,14 +26,6 @@ FAR = [0, 1, 63, 64, 1000, 999_999, 10**6, -1, -64, -65, -(10**6), 2**40 + 1, 2*
 
 def uniform(*shape: int, dtype: Any = np.float64, seed: int = 0) -> np.ndarray:
     return np.random.default_rng([seed, *shape]).uniform(-1, 1, shape).astype(dtype)
-
-
-def bfloat16() -> np.dtype[Any]:
-    return np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
-
-
-def half(name: str) -> np.dtype[Any]:
-    return bfloat16() if name == "bfloat16" else np.dtype(name)
 
 
 # ---- values ----
@@ -247,7 +239,7 @@ def test_fma_instruction_sets_agree(options):
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 def test_half_precision_is_rounded_once(name):
-    dtype = half(name)
+    dtype = dtype_of(name)
     x = (uniform(3, 5, 70, 66) * 3).astype(dtype)
     found = rotary_embedding(x, 1000, rotary_dim=64)
     assert found.dtype == dtype
@@ -260,7 +252,7 @@ def test_half_precision_is_rounded_once(name):
 @pytest.mark.parametrize(("name", "bits"), [("float16", 10), ("bfloat16", 7)])
 def test_half_precision_has_no_second_rounding(name, bits):
     """1 + 2^-(bits + 1) + what float32 has no room for: just above a tie, which float32 would round to the tie."""
-    dtype = half(name)
+    dtype = dtype_of(name)
     cos = np.array([[1 + 2.0 ** -(bits + 1) + sign * 2.0**-40] for sign in (1, 0, -1)])
     found = rotary_embedding(np.tile(np.array([1, 0], dtype), (3, 1)), cos=cos, sin=np.zeros((3, 1)))
     assert found[:, 0].astype(float).tolist() == [1 + 2.0**-bits, 1.0, 1.0]
@@ -332,7 +324,7 @@ def test_tables_of_any_layout_and_dtype():
         same_bits(rotary_embedding(x, 5, cos=relaid, sin=sin), wanted)
         same_bits(rotary_embedding(x, np.arange(5, 14), cos=relaid, sin=sin), wanted)
     for name in ("float16", "bfloat16"):
-        low = cos.astype(half(name)), sin.astype(half(name))
+        low = cos.astype(dtype_of(name)), sin.astype(dtype_of(name))
         exact = [table.astype(np.float32) for table in low]
         same_bits(rotary_embedding(x, cos=low[0], sin=low[1]), rotary_embedding(x, cos=exact[0], sin=exact[1]))
     many = np.random.default_rng(10).integers(0, 20, (30, 9))  # more positions than rows of the table

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import normal
+from helpers import dtype_of, normal
 from numpy.testing import assert_allclose, assert_array_equal
 from oracle import oracle, same_formula
 from report_helpers import Array, check, qkv
@@ -16,13 +16,9 @@ from attentile import attention, rotary_embedding, self_attention
 # ---- B74: the output dtype ----
 
 
-def bfloat16() -> np.dtype[Any]:
-    return np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
-
-
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64"])
 def test_b74_output_dtype_is_the_input_dtype(impl, name):
-    dtype = bfloat16() if name == "bfloat16" else np.dtype(name)
+    dtype = dtype_of(name)
     q, k, v = qkv((1, 2, 9, 16), dtype=dtype)
     extras: list[dict[str, Any]] = [{}, {"mask": np.tri(9, dtype=bool)}, {"scale": np.float64(0.3)}, {"key_lengths": 4}]
     extras += [{"bias": normal(9, 9, dtype=wide)} for wide in (np.float64, np.float16)]
@@ -70,7 +66,7 @@ def test_b74_textbook_output_dtype(either, dtype):
 @pytest.mark.parametrize("table", [None, np.float32, np.float64])
 def test_b74_rotation_keeps_the_dtype(impl, name, table):
     """Neither the width of the angles nor that of given tables shows, so that turned and other arrays go together."""
-    dtype = bfloat16() if name == "bfloat16" else np.dtype(name)
+    dtype = dtype_of(name)
     q, k, v = qkv((1, 2, 9, 16), dtype=dtype)
     tables = {} if table is None else {"cos": normal(9, 8, dtype=table), "sin": normal(9, 8, dtype=table, seed=1)}
     turned = [rotary_embedding(x, **tables) for x in (q, k)]
