@@ -39,7 +39,7 @@ attentile: pip install --no-cache-dir --force-reinstall --no-deps, because pip k
 # anywhere. -ffp-contract=off: the order of roundings is a promise, so only the FMAs that are written exist.
 X86_64 = {
     "avx512": ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mavx2", "-mfma", "-mprefer-vector-width=512"],
-    "avx2": ["-mavx2", "-mfma"],
+    "avx2": ["-mavx2", "-mfma", "-mf16c"],
 }
 AARCH64: dict[str, list[str]] = {"neon": []}  # part of every such processor
 

@@ -14,12 +14,12 @@ static unsigned at_saved_registers(void) {
     return low;
 }
 
-/* Vectors of 256 bits with FMA, or those of 512 bits too: the instructions, and registers that survive a switch. */
+/* Vectors of 256 bits with FMA and conversions of float16, or those of 512 bits too: the instructions, and registers that survive a switch. */
 static int at_cpu_has(int wide) {
     const unsigned saved = wide ? 0xe6 : 0x06; /* XMM, YMM; masks and both halves of ZMM */
     unsigned a, b, c, d;
     if (!__get_cpuid(1, &a, &b, &c, &d)) return 0;
-    if (!AT_BIT(c, 12) || !AT_BIT(c, 27) || !AT_BIT(c, 28)) return 0; /* FMA, XGETBV, AVX */
+    if (!AT_BIT(c, 12) || !AT_BIT(c, 27) || !AT_BIT(c, 28) || !AT_BIT(c, 29)) return 0; /* FMA, XGETBV, AVX, F16C */
     if ((at_saved_registers() & saved) != saved) return 0;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
     if (!wide) return (int)AT_BIT(b, 5);                                             /* AVX2 */
