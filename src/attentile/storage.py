@@ -58,15 +58,40 @@ def rounded(array: Array, dtype: np.dtype[Any]) -> Array:
     if array.dtype == dtype:
         return array
     with np.errstate(all="ignore"):
-        if array.dtype == np.float64 and dtype.name == "bfloat16":
-            # Casts go through float32, so that comes first, rounded to odd: a last bit that is set wherever something
-            # was lost keeps the second rounding from seeing a tie.
-            single = array.astype(np.float32)
-            bits = single.view(np.uint32)
-            bits -= np.abs(single) > np.abs(array)  # towards zero
-            bits |= single != array
-            return single.astype(dtype)
+        if dtype.name == "bfloat16" or (dtype == np.float16 and array.dtype.itemsize > 8):  # NumPy casts in two steps
+            array = halfway(array, np.dtype(np.float32))
         return array.astype(dtype)
+
+
+def halfway(array: Array, dtype: np.dtype[Any]) -> Array:
+    """The array in float32 or float64, from where a second rounding, to 16 bits, gives what a single one would.
+
+    Rounded to odd: a last bit that is set wherever something was lost keeps the second rounding from seeing a tie.
+    """
+    if np.can_cast(array.dtype, dtype) and array.dtype.kind not in "iu":
+        return array.astype(dtype, copy=False)
+    if array.dtype.kind in "iu":
+        array = array.astype(np.longdouble)  # which knows every bit of 64 where it is longer than float64
+    with np.errstate(all="ignore"):
+        near = array.astype(dtype)
+        bits = near.view(f"u{near.itemsize}")
+        bits -= np.abs(near) > np.abs(array)  # towards zero
+        bits |= near != array
+    return near
+
+
+def bfloat16_bits(array: Array) -> Array:
+    """Real numbers rounded once to bfloat16, as its bits in uint16: NumPy has no such dtype of its own."""
+    single = halfway(array, np.dtype(np.float32))
+    bits = np.ascontiguousarray(single).view(np.uint32)
+    near = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16  # to even; NaN could become Inf
+    return np.where(np.isnan(single), bits >> 16 | 0x40, near).astype(np.uint16)
+
+
+def bfloat16_numbers(bits: Array) -> Array:
+    """The numbers with these bits of bfloat16, in float32, exactly."""
+    wide: Array = (bits.astype(np.uint32) << 16).view(np.float32)
+    return wide
 
 
 def _once(array: Array, convert: Callable[[Array], Array], axes: int) -> Array:

@@ -376,15 +376,24 @@ cdef int take_mask_of(Call *call, value, int tail) except -1:
     return 1
 
 
+cdef object brain = None                         # the dtype of bfloat16 that was met
+
+
 cdef int format_of(dtype) except -2:
     """AT_F16 ..., or -1 for a dtype that tiles do not read."""
+    global brain
     if dtype is float32:
         return AT_F32
     if dtype is float64:
         return AT_F64
     if dtype is float16:
         return AT_F16
-    return AT_BF16 if dtype.itemsize == 2 and dtype.name == "bfloat16" else -1
+    if dtype is brain and brain is not None:
+        return AT_BF16
+    if dtype.itemsize != 2 or dtype.name != "bfloat16":
+        return -1
+    brain = dtype                               # its name takes a microsecond
+    return AT_BF16
 
 
 cdef int take_bias(Call *call, value) except -1:

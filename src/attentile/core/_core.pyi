@@ -22,7 +22,7 @@ def explain(
     scores: Any, v: NDArray[Any], out: NDArray[Any] | None, with_weights: bool, threads: int
 ) -> dict[str, int]: ...
 def store_tokens(
-    k: NDArray[Any], v: NDArray[Any], shape: _PageShape, table: _Table, starts: _Table, counts: _Table
+    k: NDArray[Any], v: NDArray[Any], shape: _PageShape, dtype: str, table: _Table, starts: _Table, counts: _Table
 ) -> None: ...
 
 @disjoint_base
@@ -30,7 +30,7 @@ class CacheView:
     def __init__(
         self,
         shape: _PageShape,
-        dtype: object,
+        dtype: str,
         limits: tuple[int, int, int],
         rotary: bool,
     ) -> None: ...

@@ -50,6 +50,7 @@ cdef extern from "kernels/kernels.h" nogil:
                         Py_ssize_t k_step, Py_ssize_t width, Py_ssize_t keys,
                         const at_ahead *ahead, int n_ahead) noexcept nogil
         void (*convert)(void *to, const char *row, Py_ssize_t stride, Py_ssize_t n, int format) noexcept nogil
+        void (*narrow)(uint16_t *to, const void *source, Py_ssize_t n, int format) noexcept nogil
         void (*add_bias)(void *st, void *block_max, const char **rows, Py_ssize_t key_stride, Py_ssize_t n_rows,
                          int vectors, Py_ssize_t keys) noexcept nogil
         void (*softcap)(void *st, void *block_max, int vectors, Py_ssize_t keys, double slope,

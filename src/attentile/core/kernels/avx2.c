@@ -77,6 +77,11 @@ INLINE void f32v_transpose(__m256 r[8]) {
     for (int c = 0; c < 8; c++) r[c] = t[c];
 }
 
+#define FLOATS_TO_F16 8
+INLINE void f32v_to_f16(uint16_t* to, const float* from) {
+    _mm_storeu_si128((__m128i*)to, _mm256_cvtps_ph(_mm256_loadu_ps(from), _MM_FROUND_TO_NEAREST_INT));
+}
+
 #define REAL float
 #define LARGEST FLT_MAX
 #define LANES 8

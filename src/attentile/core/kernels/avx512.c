@@ -76,6 +76,11 @@ INLINE void f32v_transpose(__m512 r[16]) {
     }
 }
 
+#define FLOATS_TO_F16 16
+INLINE void f32v_to_f16(uint16_t* to, const float* from) {
+    _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph(_mm512_loadu_ps(from), _MM_FROUND_TO_NEAREST_INT));
+}
+
 #define REAL float
 #define LARGEST FLT_MAX
 #define LANES 16

@@ -111,6 +111,9 @@ typedef struct {
     /* to[j] = the element at row + j * stride, which has another format: rounded once, finite numbers staying finite. */
     void (*convert)(void* to, const char* row, ptrdiff_t stride, ptrdiff_t n, int format);
 
+    /* to[j] = from[j] in a format of 16 bits: rounded once, what is too large becomes infinite. */
+    void (*narrow)(uint16_t* to, const void* from, ptrdiff_t n, int format);
+
     /* st[j][r] += log2(e) * rows[r][j], finite bias staying finite; an infinite bias replaces the score. */
     void (*add_bias)(void* st, void* block_max, const char* const* rows, ptrdiff_t key_stride, ptrdiff_t n_rows,
                      int vectors, ptrdiff_t keys);
