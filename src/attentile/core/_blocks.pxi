@@ -54,7 +54,8 @@ cdef struct Structure:
 cdef struct Job:
     const at_tiles *tiles
     Strided q, k, v, out, mask, bias, weights, lse
-    int bias_format                             # AT_F32 ...; if it is not that of the tiles, rows are converted
+    int q_format, k_format, v_format, out_format    # AT_F32 ...; what is not that of the tiles is widened (_storage.pxi)
+    int bias_format                             #   or, row by row, converted (_bias.pxi)
     Partial before                              # where rows go on from; NULL: from nothing
     Partial after                               # where they are left
     Strided total                               # [query] double: l with more digits, for statistics; NULL: not wanted
@@ -76,6 +77,7 @@ cdef struct Job:
     # Few rows (_few.pxi)
     bint few                                    # all rows of a head are one block for the tiles with lanes = keys
     Py_ssize_t few_pitch                        # elements of a row of values in scratch
+    int few_k_format, few_v_format              # those in which the tiles get keys and values
     Py_ssize_t heads_per_task                   # those that a task takes one after the other,
     Py_ssize_t splits                           #   or tasks that share the chunks of one head,
     char *partials                              #   which leave [head][chunk] partial results here
@@ -131,6 +133,9 @@ cdef struct Shared:
     int kinds[WORDS]
     at_ahead ahead[3]                           # what the next scores fetch meanwhile
     int n_ahead
+    char *keys                                  # [AT_CHUNK] rows of keys and of values, if they are widened
+    char *wide_values
+    char *rows                                  # [row] of queries or results, if these are
     char *bias                                  # [row][AT_CHUNK] if it is converted
     const char *bias_rows[AT_MAX_ROWS]          # those of the keys at work
     char *panels                                # few rows: AT_FEW_KEYS keys,
@@ -165,6 +170,26 @@ cdef inline void fill_reals(char *p, size_t itemsize, Py_ssize_t n, double x) no
         set_real(p + i * <Py_ssize_t> itemsize, itemsize, x)
 
 
+cdef inline int own_format(const Job *job) noexcept nogil:
+    return AT_F32 if job.tiles.itemsize == sizeof(float) else AT_F64
+
+
+cdef inline bint widens_keys(const Job *job) noexcept nogil:
+    return job.k_format != own_format(job)
+
+
+cdef inline bint widens_values(const Job *job) noexcept nogil:
+    return job.v_format != own_format(job)
+
+
+cdef inline bint widens_rows(const Job *job) noexcept nogil:
+    return job.q_format != own_format(job) or job.out_format != own_format(job)
+
+
+cdef inline Py_ssize_t chunk_keys(const Job *job, Py_ssize_t c) noexcept nogil:
+    return min(<Py_ssize_t> AT_CHUNK, job.keys - c * AT_CHUNK)
+
+
 cdef inline const char *key_chunk(const Job *job, Py_ssize_t b, Py_ssize_t head, Py_ssize_t c) noexcept nogil:
     """The first key of a chunk, of which job.k.row bytes further is the next (of panels: 16 of them the next panel)."""
     if job.pages == NULL:
@@ -188,9 +213,9 @@ cdef inline char *at(const Strided *a, Py_ssize_t b, Py_ssize_t h, Py_ssize_t i)
 cdef bint is_small(const Job *job) noexcept nogil:
     """Whether a second thread would cost more than it gives."""
     cdef double heads = <double> job.batch * job.kv_heads
-    cdef double per_head = <double> job.keys * (job.width + job.value_width)
-    return (2 * heads * job.group * job.queries * per_head < SERIAL_FLOPS
-            and heads * per_head * job.tiles.itemsize < SERIAL_BYTES)
+    cdef double k = <double> job.keys * job.width, v = <double> job.keys * job.value_width
+    return (2 * heads * job.group * job.queries * (k + v) < SERIAL_FLOPS
+            and heads * (k * AT_SIZE_OF(job.k_format) + v * AT_SIZE_OF(job.v_format)) < SERIAL_BYTES)
 
 
 cdef int divide(Job *job, int threads) noexcept nogil:
@@ -227,6 +252,8 @@ cdef void choose_few(Job *job, Py_ssize_t rows, Py_ssize_t heads, int threads) n
     if not job.few:
         return
     job.block_rows, job.blocks_per_task = rows, 1
+    job.few_k_format = job.k_format if job.tiles.few_scores[job.k_format] != NULL else own_format(job)
+    job.few_v_format = job.v_format if job.tiles.few_values[job.v_format] != NULL else own_format(job)
     job.few_pitch = (job.value_width + job.tiles.lanes - 1) // job.tiles.lanes * job.tiles.lanes
     job.splits, job.heads_per_task = 1, max(<Py_ssize_t> 1, heads // (TASKS_PER_THREAD * threads))
     if heads < FEW_TASKS_PER_THREAD * threads and threads > 1 and chunks <= MAX_SPLITS // heads:
@@ -245,6 +272,12 @@ cdef void size_scratch(Job *job) noexcept nogil:
                             + aligned(WORDS * rows * sizeof(uint32_t)) + job.blocks_per_task * job.block_bytes)
     if converts_bias(job):
         job.scratch_per_slot += aligned(AT_CHUNK * rows * item)
+    if widens_keys(job):
+        job.scratch_per_slot += aligned(AT_CHUNK * job.width * item)
+    if widens_values(job):
+        job.scratch_per_slot += aligned(AT_CHUNK * job.value_width * item)
+    if widens_rows(job):
+        job.scratch_per_slot += aligned(rows * max(job.width, job.value_width) * item)
     if job.few:
         job.scratch_per_slot += (aligned(AT_FEW_KEYS * job.width * item) + aligned(rows * item)
                                  + aligned(job.block_rows * job.few_pitch * item) + aligned(rows * sizeof(double)))
@@ -475,6 +508,12 @@ cdef Shared *open_shared(const Job *job, char **free_bytes) noexcept nogil:
     shared.beta = take(free_bytes, rows * item)
     shared.words = <uint32_t *> take(free_bytes, WORDS * rows * sizeof(uint32_t))
     fill_reals(shared.unused, item, rows, 0)
+    if widens_keys(job):
+        shared.keys = take(free_bytes, AT_CHUNK * job.width * item)
+    if widens_values(job):
+        shared.wide_values = take(free_bytes, AT_CHUNK * job.value_width * item)
+    if widens_rows(job):
+        shared.rows = take(free_bytes, rows * max(job.width, job.value_width) * item)
     if converts_bias(job):
         shared.bias = take(free_bytes, AT_CHUNK * rows * item)
     if job.few:
