@@ -85,6 +85,8 @@ cdef int number_options(Call *call, dict options) except -1:
         if place is None:
             return 0
         x = place
+        if x == DTYPE and value is not None and not (type(value) is str and value == "bfloat16"):
+            return 0
         if value is not None:
             call.given[x] = <PyObject *> value
         elif x == CAUSAL:                       # the one without a default of None
@@ -107,11 +109,11 @@ cdef int format_of(dtype) except -2:
 
 
 cdef inline int format_in(const Call *call, array) except -2:
-    """The same of an array; dtype= tells what the numbers of uint16 are."""
+    """The same of an array; with dtype=, those of uint16 hold bfloat16."""
     if type(array) is not ndarray:
         return -1
     if call.given[DTYPE] != NULL and array.dtype is uint16:
-        return AT_BF16 if type(<object> call.given[DTYPE]) is str and <object> call.given[DTYPE] == "bfloat16" else -1
+        return AT_BF16
     return format_of(array.dtype)
 
 
@@ -155,7 +157,9 @@ cdef int take_formats(Call *call, q, k, v) except -1:
     """How each array is stored, what is computed in, and the dtype of the output: theirs, if they have one."""
     cdef Job *job = &call.job
     cdef int found
-    job.q_format, job.k_format, job.v_format = format_in(call, q), format_in(call, k), format_in(call, v)
+    job.q_format = format_in(call, q)
+    job.k_format = format_in(call, k)
+    job.v_format = format_in(call, v)
     if job.q_format < 0 or job.k_format < 0 or job.v_format < 0:
         return 0
     found = 1 << job.q_format | 1 << job.k_format | 1 << job.v_format
@@ -415,9 +419,7 @@ cdef int take_mask_of(Call *call, value, int tail) except -1:
 
 cdef int take_bias(Call *call, value) except -1:
     cdef Py_buffer *view
-    cdef int format = -1
-    if type(value) is ndarray:
-        format = format_of(value.dtype)
+    cdef int format = format_in(call, value)
     if format < 0:
         return 0
     view = borrow_numbers(call, value, format)

@@ -122,7 +122,8 @@ cdef void weigh_few(const Job *job, Block *block, Shared *shared, ChunkRows rows
         mark_excluded(job, block, shared, run.chunk, run.start, run.stop)
         tiles.few_values_marked(rows.values, rows.sum, s, block.n_rows, v.first, v.stride, job.value_width, n)
         return
-    values.rows, values.stride, values.keys, values.scales = v.first, v.stride, n, NULL
+    values.rows, values.stride = v.first, v.stride
+    values.keys, values.scales = n, NULL
     values.ahead, values.ahead_stride = keys_ahead(job, visit), job.k.row
     tiles.few_values[job.few_v_format](rows.values, rows.sum, s, block.n_rows, &values, job.value_width)
 
@@ -156,7 +157,8 @@ cdef void visit_few(const Job *job, Block *block, Shared *shared, Py_ssize_t b, 
     if not whole:
         first, end = first + n * split // job.splits, first + n * (split + 1) // job.splits
     pack_rows(job, block, shared)
-    visit.b, visit.head, visit.first, visit.end = b, head, first, end
+    visit.b, visit.head = b, head
+    visit.first, visit.end = first, end
     for c in range(first, end):
         visit.c = c
         run.chunk = c * AT_CHUNK

@@ -1,4 +1,4 @@
-# Arrays and pages that are stored in another format than the tiles compute in: float16 and bfloat16, or float32 where the
+# Arrays and pages that are stored in another format than the tiles compute in: float16, bfloat16, or float32 where the
 # arithmetic is float64. One place each for reading a chunk of keys, a chunk of values and the rows of a block, and for
 # writing its results. A chunk is widened into the slot's scratch, once for all blocks of a task, and only the keys that
 # some row may see; the tiles for few rows read most formats directly (_few.pxi). No whole array is ever converted.
