@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from .arguments import as_array
 from .core.constants import MIN_POWER
-from .core.twin import drop_tiny
+from .core.twin import weights_of
 from .outputs import AttentionResult
 from .partial import Partial
 from .storage import promoted
@@ -91,7 +91,7 @@ def merge_attention(parts: Iterable[Part] | Iterable[Partial]) -> AttentionResul
     stack = np.stack([lse.astype(work, copy=False) for lse in lses])
     with np.errstate(all="ignore"):
         top = stack.max(axis=0)
-        weights = drop_tiny(np.exp(stack - np.where(np.isneginf(top), 0, top)))
+        weights = weights_of(stack - np.where(np.isneginf(top), 0, top))
         total = weights.sum(axis=0)
         # Not top + log(1): that would turn -0.0 into 0.0, and one part with keys must come out as it went in.
         lse = np.where(total == 1, top, top + np.log(total))

@@ -9,10 +9,7 @@ they are large. So memory is bounded, and NumPy is called rarely. The steps of a
     4. values   o = p v
 
 A value that a row may not see must not reach it, even if it is NaN or Inf. The steps for that are taken only where a
-result is not finite. A weight below the smallest one of kernels.h is 0 there, and where weights are wanted one by one;
-in sums it stays, where it is far below rounding and searching for it would take time.
-
-attend(), stats() and explain() take what the compiled ones take (_core.pyi).
+result is not finite. attend(), stats() and explain() take what the compiled ones take (_core.pyi).
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ _BLOCK = 2**19  # scores: 2 MiB in float32 stay in a cache; more products would 
 _LEAST_ROWS = 64  # of a group, if there are so many: products of fewer rows wait for the keys
 _FEW_KEYS = 64  # it takes longer to find those that no row sees than to compute all
 _EVERY = slice(None)
-_SMALLEST = {itemsize: 2.0**power for itemsize, power in MIN_POWER.items()}
+_LEAST = {itemsize: power / LOG2E for itemsize, power in MIN_POWER.items()}  # score of the smallest weight
 _LOWEST = {np.dtype(real).itemsize: np.finfo(real).min for real in (np.float32, np.float64)}
 
 
@@ -74,10 +71,14 @@ def cut(array: Array, place: Place | None, tail: int = 1) -> Array:
     return array[tuple(side if n > 1 else _EVERY for side, n in zip(sides, array.shape, strict=False))]
 
 
-def drop_tiny(weights: Array) -> Array:
-    """The weights, in their place; 0 for each that is below the smallest weight of kernels.h."""
-    weights[weights < _SMALLEST[weights.itemsize]] = 0
-    return weights
+def weights_of(scores: Array) -> Array:
+    """exp(scores), in their place; 0 below the smallest weight of kernels.h: BLAS is slow with subnormal numbers, too."""
+    least = _LEAST[scores.itemsize]
+    if not scores.min(initial=0) >= least:
+        tiny = (scores < least) & (scores > 2 * least)  # of what is smaller, such as -inf, exp is 0 anyway
+        if tiny.any():
+            _exclude(scores, tiny)
+    return np.exp(scores, out=scores)
 
 
 # ---- scores ----
@@ -294,10 +295,10 @@ def _modified(changed: Any, scores: Array) -> Array:
 
 
 def _values(blocks: _Blocks, block: _Block, v: Array) -> Array:
-    """Step 4 without the products of keys that a row may not see (0 * NaN is NaN), and with 0 for tiny weights."""
+    """Step 4 without the products of keys that a row may not see (0 * NaN is NaN)."""
     weights, v = block.scores, blocks.by_key_head(v, block.place, block.keys)
     found = blocks.product(weights, v)
-    if np.isfinite(found).all():  # then products with tiny weights are far below the rounding of the others
+    if not block.excluded or np.isfinite(found).all():
         return found
     finite = np.isfinite(v)
     if finite.all():
@@ -308,8 +309,7 @@ def _values(blocks: _Blocks, block: _Block, v: Array) -> Array:
     def met(by: Array, what: Array) -> Array:
         return blocks.product(by.astype(real), what.astype(real)) > 0
 
-    smallest = _SMALLEST[weights.itemsize]
-    used, vanished = allowed & (weights >= smallest), allowed & (weights < smallest)
+    used, vanished = allowed & (weights > 0), allowed & (weights == 0)
     found[met(used, v == np.inf)] += np.inf
     found[met(used, v == -np.inf)] -= np.inf
     found[met(allowed, np.isnan(v)) | met(vanished, np.isinf(v))] = np.nan
@@ -323,11 +323,11 @@ def _weighed(blocks: _Blocks, block: _Block, v: Array | None) -> _Rows:
     if before is not None:
         m = np.maximum(m, before.m)
     weights -= m
-    np.exp(weights, out=weights)
+    weights_of(weights)
     total = np.add.reduce(weights, axis=-1, keepdims=True)
     values = total[..., :0] if v is None else _values(blocks, block, v)
     if before is not None:
-        share = drop_tiny(np.exp(before.m - m))
+        share = weights_of(before.m - m)
         total, values = total + share * before.total, values + share * before.values
     return _Rows(m, total, values, bool(total.all()))
 
@@ -344,7 +344,7 @@ def _final_total(block: _Block, rows: _Rows, sink: Array | None) -> Array:
 
 def _shares(block: _Block, total: Array) -> Array:
     """The weights of the softmax, in their place; a key that is not allowed has none in a NaN row either."""
-    weights = drop_tiny(block.scores)
+    weights = block.scores
     weights /= total
     return weights if total.min() > 0 else np.where(block.allowed(), weights, 0)
 
@@ -414,7 +414,7 @@ def _weights_and_entropy(scores: Array, allowed: Array, sink: Array | None) -> t
     """(weights (..., rows, keys), entropies (..., rows)), by the formula of core/_stats.pxi, with sums in float64."""
     m = scores.max(axis=-1, keepdims=True, where=allowed, initial=-np.inf)
     x = np.where(allowed, scores - np.where(np.isneginf(m), 0, m), -np.inf)
-    e = drop_tiny(np.exp(x))
+    e = weights_of(x.copy())
     most = np.count_nonzero(x == 0, axis=-1, keepdims=True)
     rest = np.where(x == 0, 0, e).sum(axis=-1, keepdims=True, dtype=np.float64)
     moment = (e * np.maximum(x, _LOWEST[x.itemsize])).sum(axis=-1, keepdims=True, dtype=np.float64)
@@ -451,6 +451,6 @@ def textbook(q: Array, k: Array, v: Array, scale: float, allowed: Array | None, 
         if allowed is not None:
             weights = np.where(allowed, weights, real(fill))
         weights -= weights.max(axis=-1, keepdims=True)
-        weights = drop_tiny(np.exp(weights, out=weights))
+        weights_of(weights)
         weights /= weights.sum(axis=-1, keepdims=True)
         return weights @ v, weights
