@@ -9,9 +9,9 @@
 #
 # Such a call is a single reading of K and V, each row once for all query rows of the group, so it is bound by memory;
 # what this file does is to keep reading while it computes. If there are fewer heads than the threads need, threads
-# split the chunks of a head. To keep the bits, their results are then merged chunk by chunk from the left, as one thread does
-# it. Where a token's heads lie side by side in memory, as projections leave them, a task takes a chunk for all heads
-# before the next chunk, so that memory is read in order.
+# split the chunks of a head. To keep the bits, their results are then merged chunk by chunk from the left, as one
+# thread does it. Where a token's heads lie side by side in memory, as projections leave them, a task takes a chunk for
+# all heads before the next chunk, so that memory is read in order.
 #
 # Included by _core.pyx after _blocks.pxi and _pass.pxi, whose start_rows, score_chunk and close_rows it uses.
 
