@@ -16,6 +16,7 @@ cdef inline Layout layout_of(tuple shape):
 
 cdef inline void bind_pages(Job *job, const Layout *layout, const Py_ssize_t[:, ::1] table) noexcept nogil:
     cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize
+    job.k_format = job.v_format = own_format(job)
     job.value_width = layout.value_width
     job.key_step = AT_PANEL
     job.k.row, job.k.head = layout.width * item, layout.page_keys * layout.width * item
@@ -285,7 +286,11 @@ cdef int take_pages(Call *call, CacheView view, q) except -1:
     cdef Job *job = &call.job
     cdef Py_buffer *queries = &call.batch.views[0]
     cdef Py_ssize_t b
-    if not take_queries(call, q) or queries.ndim != 4 or <object> call.dtype is not view.dtype:
+    job.q_format = format_in(call, q)
+    if job.q_format < 0:
+        return 0
+    take_arithmetic(call, view.dtype is float64)
+    if job.q_format != own_format(job) or not take_queries(call, q) or queries.ndim != 4:
         return 0
     for b in range(view.lengths.shape[0]):
         job.keys = max(job.keys, view.lengths[b])
