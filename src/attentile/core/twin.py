@@ -72,7 +72,7 @@ def cut(array: Array, place: Place | None, tail: int = 1) -> Array:
 
 
 def weights_of(scores: Array) -> Array:
-    """exp(scores), in their place; 0 below the smallest weight of kernels.h: BLAS is slow with subnormal numbers, too."""
+    """exp(scores), in their place; 0 below the smallest weight of kernels.h: BLAS is slow with subnormals, too."""
     least = _LEAST[scores.itemsize]
     if not scores.min(initial=0) >= least:
         tiny = (scores < least) & (scores > 2 * least)  # of what is smaller, such as -inf, exp is 0 anyway
