@@ -110,6 +110,8 @@ CASES = (
     Case("alibi-1k",    1,  8,  8, 1024, 1024,  64, "float32",  True,  None, alibi=True),
     Case("dec-gpt2",    1, 12, 12,    1, 1024,  64, "float32",  False, None),
     Case("dec-llama",   1, 32,  8,    1, 4096, 128, "float32",  False, None),
+    Case("dec-fp16",    1, 32,  8,    1, 4096, 128, "float16",  False, None),
+    Case("dec-bf16",    1, 32,  8,    1, 4096, 128, "bfloat16", False, None),
     Case("dec-b16",    16, 12, 12,    1,  512,  64, "float32",  False, None),
     Case("dec-peaked",  1,  8,  8,    1, 4096,  64, "float32",  False, None, peak=32.0),
     Case("tiny-seed",   1,  1,  1,    5,    5,  64, "float64",  False, None),
