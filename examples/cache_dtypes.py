@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -24,11 +25,11 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 
 def read_along(model: Decoder, ids: Sequence[int], dtype: str) -> tuple[np.ndarray, np.ndarray, int]:
-    """(likeliest next token, log probability of the true one) after each token but the last, and bytes of the caches."""
+    """(likeliest next token, log probability of the true one) after each token but the last; bytes of the caches."""
     shapes = [(layer.attention.num_kv_heads, layer.attention.head_dim) for layer in model.layers]
     caches = [KVCache(1, *shape, len(ids), dtype=dtype) for shape in shapes]
     likeliest, log_p = [], []
-    for token, following in zip(ids[:-1], ids[1:], strict=True):
+    for token, following in pairwise(ids):
         logits = model.logits([token], caches).astype(np.float64)
         top = logits.max()
         likeliest.append(int(logits.argmax()))
