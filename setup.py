@@ -37,9 +37,10 @@ attentile: pip install --no-cache-dir --force-reinstall --no-deps, because pip k
 
 # Instruction set -> flags. One row per <isa>.c; dispatch.c has the same list. No -march=native: a wheel must run
 # anywhere. -ffp-contract=off: the order of roundings is a promise, so only the FMAs that are written exist.
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 X86_64 = {
-    "avx512": ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mavx2", "-mfma", "-mprefer-vector-width=512"],
-    "avx2": ["-mavx2", "-mfma", "-mf16c"],
+    "avx512": ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", *AVX2, "-mprefer-vector-width=512"],
+    "avx2": AVX2,
 }
 AARCH64: dict[str, list[str]] = {"neon": []}  # part of every such processor
 

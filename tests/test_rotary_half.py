@@ -1,4 +1,4 @@
-"""rotary_embedding of float16 and bfloat16: widened, rotated in float64 and rounded once, a few rows at a time."""
+"""rotary_embedding of float16 and bfloat16: widened, rotated in float64 and rounded once."""
 
 from __future__ import annotations
 
@@ -53,6 +53,19 @@ def test_of_wide_rows_and_of_one_token(impl, dtype, shape, options):
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_of_every_width_up_to_three_vectors(impl, dtype, interleaved):
+    """Whole vectors, what is left of a row, the columns behind it, and nothing beyond."""
+    for width in range(2, 50, 2):
+        room = normal(5, width + 9).astype(dtype)
+        before, x = room.copy(), room[:, 4 : width + 7]
+        expected = rounded(rotary_embedding(x.astype(np.float64), rotary_dim=width, interleaved=interleaved), dtype)
+        rotary_embedding(x, rotary_dim=width, interleaved=interleaved, out=x)
+        before[:, 4 : width + 7] = expected
+        same_bits(room, before)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_threads_change_nothing(isa, dtype):
     x = normal(2, 8, 600, 64).astype(dtype)
     with num_threads(1):
@@ -91,6 +104,7 @@ def test_doubles_are_rounded_once(impl, dtype, pairs):
     near = np.concatenate([near, ties * (1 + 2.0**-30), ties * (1 - 2.0**-30), ties + 1e-46])
     top = float(ml_dtypes.finfo(dtype).max)
     ends = [top * (1 + 2.0**-9), top * (1 + 2.0**-13), top * 1.01, 1e39, 1e300, np.inf, np.nan, 5e-324, 1e-50, 1e-40]
+    ends += [2.0**978, 2.0**979, 2.0**1023]
     near = np.concatenate([near[near > 0], ends])
     for x in (near, -near):
         same_bits(by_tables(np.ones(x.size, dtype), x, pairs), rounded(x, dtype))

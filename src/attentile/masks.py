@@ -72,22 +72,28 @@ class Structure:
         if not moves and self.key_lengths is None and self.segments is None:
             return None
         lo: Index = np.zeros(queries, np.intp)
-        hi: Index = lo + (keys if self.key_lengths is None else self.key_lengths[..., None])
+        valid: Any = keys if self.key_lengths is None else self.key_lengths[..., None]
         if self.segments is not None:
-            lo, hi = self.segments[0], np.minimum(hi, self.segments[1])
+            lo, valid = self.segments[0], np.minimum(valid, self.segments[1])
+        elif not moves:
+            valid = lo + valid
         if not moves:
-            return lo, hi
-        position = self.start(queries, keys)[..., None] + np.arange(queries)
-        if self.causal is not False:
-            ahead = position + 1
-            if self.prefix_lengths is not None:
-                ahead = np.maximum(ahead, self.prefix_lengths[..., None])
-            hi = np.minimum(hi, ahead)
+            return lo, valid
+        position, placed = np.arange(queries), self.q_start is not None or self.causal == "lower_right"
+        if placed:
+            position = self.start(queries, keys)[..., None] + position
+        hi: Index = position + (1 if self.causal is not False else FAR)
+        if self.prefix_lengths is not None:
+            hi = np.maximum(hi, self.prefix_lengths[..., None])
         if self.right is not None:
             hi = np.minimum(hi, position + self.right + 1)
         if self.left is not None:
             lo = np.minimum(np.maximum(lo, position - self.left), keys)
-        return lo, np.maximum(hi, 0)
+        hi = np.minimum(hi, valid)
+        return lo, np.maximum(hi, 0) if placed else hi
+
+
+_NAMES = frozenset(("causal", "window", "q_start", "key_lengths", "prefix_lengths", "segments"))
 
 
 def _broadcasts(shape: tuple[int, ...], lead: tuple[int, ...]) -> bool:
@@ -165,6 +171,8 @@ def structure(
     lead: tuple[int, ...], queries: int, keys: int, options: Mapping[str, Any], alibi: bool = False
 ) -> Structure:
     """The structural ones among the options of a call, checked."""
+    if not alibi and _NAMES.isdisjoint(options):  # in most calls
+        return Structure()
     window, q_start = options.get("window"), options.get("q_start")
     segments = options.get("segments")
     key_lengths, prefix_lengths = options.get("key_lengths"), options.get("prefix_lengths")
@@ -174,7 +182,7 @@ def structure(
         raise ValueError("attention: prefix_lengths= opens the first keys of a causal mask and needs a causal form")
     if key_lengths is not None:
         found.key_lengths = lengths = per_item("key_lengths", key_lengths, lead)
-        if lengths.size and not 0 <= lengths.min() <= lengths.max() <= keys:
+        if np.count_nonzero((lengths < 0) | (lengths > keys)):
             raise ValueError(
                 f"attention: key_lengths has values from {lengths.min()} to {lengths.max()}; "
                 f"they must lie between 0 and the number of keys, {keys}"

@@ -188,16 +188,27 @@ def _before(before: Any, shape: tuple[int, ...], width: int, dtype: np.dtype[Any
 
 # ---- the value ----
 
+_CHANGES = frozenset(("mask", "bias", "softcap", "sinks", "alibi_slopes", "score_mod", "before"))
+
 
 class Scores:
     """The checked values of one call that decide its scores. Arrays have the axes that the caller gave them."""
 
+    mask: Array | None = None
+    bias: Array | None = None
+    softcap: float | None = None
+    sinks: Array | None = None
+    slopes: Array | None = None
+    score_mod: ScoreMod | None = None
+    before: Partial | None = None
+
     def __init__(self, q: Array, k: Array, v: Array, options: Mapping[str, Any], keep: bool = False) -> None:
         """keep: k and v only stand for shape and dtype of what a cache holds."""
-        if min(q.ndim, k.ndim, v.ndim) < 2:
+        axes = q.ndim, k.ndim, v.ndim
+        if min(axes) < 2:
             name, shape = next((n, x.shape) for n, x in (("q", q), ("k", k), ("v", v)) if x.ndim < 2)
             raise ValueError(f"attention: {name} has shape {shape}; it needs at least two axes, (rows, width)")
-        self.drop = q.ndim == k.ndim == v.ndim == 2  # no array has a head axis, so the results have none
+        self.drop = axes == (2, 2, 2)  # no array has a head axis, so the results have none
         self.bits = holds_bits(options.get("dtype"))
         self.compute, self.dtype = promoted("attention", q, k, v, bits=self.bits)
         shapes = [array.shape if array.ndim > 2 else (1, *array.shape) for array in (q, k, v)]
@@ -207,16 +218,8 @@ class Scores:
         rows = (self.queries,) if self.drop else (*self.lead, self.heads, self.queries)
         self.shape = (*rows, self.keys)  # of the scores, with the caller's axes
         self.scale = _factor(options.get("scale"), self.width, self.compute)
-        self.mask = check_mask(options.get("mask"), self.shape)
-        self.bias = _bias(options.get("bias"), self.shape, self.compute, self.bits)
-        self.softcap = _softcap(options.get("softcap"))
-        self.sinks = _per_head("sinks", options.get("sinks"), self.heads)
-        self.slopes = _slopes(options.get("alibi_slopes"), self.heads, self.compute)
-        self.score_mod: ScoreMod | None = options.get("score_mod")
-        if self.score_mod is not None and not callable(self.score_mod):
-            wanted = "a callable (scores, b, h, i, j) -> scores"
-            raise TypeError(f"attention: score_mod is {self.score_mod!r}; it must be {wanted}")
-        self.before = _before(options.get("before"), rows, v.shape[-1], self.compute)
+        if not _CHANGES.isdisjoint(options):  # most calls have none
+            self._take_changes(options, rows, v.shape[-1])
         self.structure = structure(self.lead, self.queries, self.keys, options, alibi=self.slopes is not None)
         same = self.structure.same_segment
         if same is not None:
@@ -224,6 +227,19 @@ class Scores:
             self.mask = same if self.mask is None else self.mask & same
         self.q = stored(q, self.compute, self.bits)
         self.k = k if keep else stored(k, self.compute, self.bits)
+
+    def _take_changes(self, options: Mapping[str, Any], rows: tuple[int, ...], width: int) -> None:
+        """What changes scores or hides keys one by one; rows: the axes of the results, width: that of a value."""
+        self.mask = check_mask(options.get("mask"), self.shape)
+        self.bias = _bias(options.get("bias"), self.shape, self.compute, self.bits)
+        self.softcap = _softcap(options.get("softcap"))
+        self.sinks = _per_head("sinks", options.get("sinks"), self.heads)
+        self.slopes = _slopes(options.get("alibi_slopes"), self.heads, self.compute)
+        self.score_mod = options.get("score_mod")
+        if self.score_mod is not None and not callable(self.score_mod):
+            wanted = "a callable (scores, b, h, i, j) -> scores"
+            raise TypeError(f"attention: score_mod is {self.score_mod!r}; it must be {wanted}")
+        self.before = _before(options.get("before"), rows, width, self.compute)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -268,6 +284,6 @@ class Scores:
 
 def checked(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Scores, Array]:
     """The scores and the values of a call, or the error that tells what is wrong with it."""
-    q, k, v = (as_array("attention", name, array) for name, array in (("q", q), ("k", k), ("v", v)))
+    q, k, v = as_array("attention", "q", q), as_array("attention", "k", k), as_array("attention", "v", v)
     scores = Scores(q, k, v, options)
     return scores, stored(v, scores.compute, scores.bits)

@@ -45,16 +45,18 @@ def promoted(function: str, *arrays: Array, bits: bool = False) -> tuple[np.dtyp
             others.append(np.empty(0, np.float32))  # what bfloat16 becomes next to any other dtype
         return promoted(function, *others)
     given = [array.dtype for array in arrays]
-    if given[0] in _NATIVE and given.count(given[0]) == len(given):  # most calls; the rules below take longer
-        dtype = np.dtype(given[0].type)
+    dtype = given[0]
+    if given.count(dtype) != len(given):
+        for one in given:
+            _computed_in(one, function)
+        try:
+            dtype = np.result_type(*arrays)
+        except TypeError:
+            dtypes = ", ".join(sorted({str(one) for one in given}))
+            raise TypeError(f"{function}: NumPy has no common dtype of {dtypes}; convert with .astype()") from None
+    elif dtype in _NATIVE:  # most calls; the rules below take longer
+        dtype = np.dtype(dtype.type)
         return dtype, dtype
-    for array in arrays:
-        _computed_in(array.dtype, function)
-    try:
-        dtype = np.result_type(*arrays)
-    except TypeError:
-        dtypes = ", ".join(sorted({str(array.dtype) for array in arrays}))
-        raise TypeError(f"{function}: NumPy has no common dtype of {dtypes}; convert with .astype()") from None
     compute = _computed_in(dtype, function)
     return compute, compute if dtype.kind in "iub" else dtype.newbyteorder("=")
 

@@ -45,7 +45,8 @@ def _self_attention(
         output, weights = np.zeros((*lead, rows, width), compute), np.zeros((*lead, rows, keys), compute)
     elif core is None:
         visible = np.tri(rows, dtype=bool) if causal else allowed
-        q = np.broadcast_to(q, (*lead, *q.shape[-2:]))  # for the weights to have the batch axes of V too
+        if q.shape[:-2] != lead:
+            q = np.broadcast_to(q, (*lead, *q.shape[-2:]))  # for the weights to have the batch axes of V too
         output, weights = twin.textbook(q, k, v, 1.0 / math.sqrt(number), visible, MASKED_SCORE)
     else:
         values = v if width else np.zeros((*v.shape[:-1], 1), compute)  # the core takes no empty array
@@ -67,6 +68,8 @@ def _batch_axes(function: str, q: Array, k: Array, v: Array, causal: bool) -> tu
         raise ValueError(f"{function}: Q and K must have the same width, at least 1 ({shapes})")
     if k.shape[-2] != v.shape[-2]:
         raise ValueError(f"{function}: K and V must have the same number of rows ({shapes})")
+    if q.shape[:-2] == k.shape[:-2] == v.shape[:-2]:  # in most calls; broadcast_shapes() takes as long as a product
+        return q.shape[:-2]
     try:
         return np.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     except ValueError:
@@ -247,8 +250,11 @@ def _allowed(function: str, mask: ArrayLike | None, scores: tuple[int, ...]) -> 
     array = as_array(function, "mask", mask)
     if array.dtype.kind not in "biufc" and array.dtype.name != "bfloat16":
         raise TypeError(f"{function}: mask has dtype {array.dtype}; it must be numeric or bool, 0 = masked")
+    seen: Array = array != 0
+    if seen.shape == scores:
+        return seen
     try:
-        return np.broadcast_to(array != 0, scores)
+        return np.broadcast_to(seen, scores)
     except ValueError:
         raise ValueError(
             f"{function}: mask has shape {array.shape}, which does not broadcast to {scores}, the shape of the scores"

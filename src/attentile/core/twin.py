@@ -32,6 +32,7 @@ Place = tuple[slice, ...]
 _BLOCK = 2**19  # scores: 2 MiB in float32 stay in a cache; more products would wait for more threads of the BLAS
 _LEAST_ROWS = 64  # of a group, if there are so many: products of fewer rows wait for the keys
 _FEW_KEYS = 64  # it takes longer to find those that no row sees than to compute all
+_FEW_SCORES = 2**13  # to exclude one by one
 _EVERY = slice(None)
 _LEAST = {itemsize: power / LOG2E for itemsize, power in MIN_POWER.items()}  # score of the smallest weight
 _LOWEST = {np.dtype(real).itemsize: np.finfo(real).min for real in (np.float32, np.float64)}
@@ -208,7 +209,7 @@ class _Blocks:
                 excluded = [(_EVERY, _beyond(lo, hi, 0, source.keys))]
         if source.mask is not None:
             mask = self.by_score(source.mask, place, keys)
-            if not mask.all():
+            if not _all(mask):
                 excluded.append((_EVERY, ~mask))
         return keys, excluded
 
@@ -243,6 +244,11 @@ class _Blocks:
             scores[at] = _modified(changed, scores[at])
 
 
+def _all(array: Array) -> bool:
+    """array.all(), which takes as long as a small product."""
+    return np.count_nonzero(array) == array.size
+
+
 def _seen(lo: Array, hi: Array) -> slice:
     """The keys that any row sees; one key if none sees any, for maxima to exist."""
     first, end = int(lo.min()), int(hi.max())
@@ -262,12 +268,17 @@ def _outside(lo: Array, hi: Array, keys: slice) -> list[tuple[slice, Array]]:
 
 def _beyond(lo: Array, hi: Array, start: int, stop: int) -> Array:
     j = np.arange(start, stop)
-    return (j < lo) | (j >= hi)
+    after: Array = j >= hi
+    return (j < lo) | after if np.count_nonzero(lo) else after
 
 
 def _exclude(scores: Array, where: Array) -> None:
-    """-inf where excluded, several times as fast as copyto(): True / -0 is -inf, and fmin() passes over 0 / -0, NaN."""
-    np.fmin(scores, np.divide(where, scores.dtype.type(-0.0), dtype=scores.dtype), out=scores)
+    """-inf where excluded. copyto() takes half as long for few scores, and several times as long for many: instead,
+    True / -0 is -inf, and fmin() passes over 0 / -0, NaN."""
+    if scores.size <= _FEW_SCORES:
+        np.copyto(scores, -np.inf, where=where)
+    else:
+        np.fmin(scores, np.divide(where, scores.dtype.type(-0.0), dtype=scores.dtype), out=scores)
 
 
 def _allowed(shape: tuple[int, ...], excluded: list[tuple[slice, Array]]) -> Array:
@@ -304,10 +315,10 @@ def _values(blocks: _Blocks, block: _Block, v: Array) -> Array:
     """Step 4 without the products of keys that a row may not see (0 * NaN is NaN)."""
     weights, v = block.scores, blocks.by_key_head(v, block.place, block.keys)
     found = blocks.product(weights, v)
-    if not block.excluded or np.isfinite(found).all():
+    if not block.excluded or _all(np.isfinite(found)):
         return found
     finite = np.isfinite(v)
-    if finite.all():
+    if _all(finite):
         return found
     found = blocks.product(weights, np.where(finite, v, 0))
     allowed, real = block.allowed(), v.dtype.type
@@ -335,7 +346,7 @@ def _weighed(blocks: _Blocks, block: _Block, v: Array | None) -> _Rows:
     if before is not None:
         share = weights_of(before.m - m)
         total, values = total + share * before.total, values + share * before.values
-    return _Rows(m, total, values, bool(total.all()))
+    return _Rows(m, total, values, _all(total))
 
 
 def _final_total(block: _Block, rows: _Rows, sink: Array | None) -> Array:

@@ -198,8 +198,32 @@ INLINE __m256d f64v_has_bit(__m256d n, int bit) {
     return _mm256_castsi256_pd(_mm256_slli_epi64(units, 63 - bit));
 }
 
+INLINE __m256d f64v_sign_from(__m256d a, __m256d b) { return _mm256_or_pd(a, _mm256_and_pd(_mm256_set1_pd(-0.0), b)); }
+INLINE __m256d f64v_power_of_two(__m256d x) {
+    return _mm256_and_pd(x, _mm256_set1_pd(INFINITY)); /* the bits of the exponent */
+}
 #define LANES 4
 #define V(name) f64v_##name
+#include "rounded16.inc"
+
+INLINE __m256d f64v_load_f16(const uint16_t* p) {
+    return _mm256_cvtps_pd(_mm_cvtph_ps(_mm_loadl_epi64((const __m128i*)p)));
+}
+INLINE void f64v_store_f16(uint16_t* p, __m256d x) { /* rounded to odd in between: at_odd in halves.h */
+    const __m256i lost = _mm256_set1_epi64x(0x1fffffff), bits = _mm256_castpd_si256(x);
+    const __m256i any = _mm256_or_si256(_mm256_add_epi64(_mm256_and_si256(bits, lost), lost), bits);
+    const __m128 odd = _mm256_cvtpd_ps(_mm256_castsi256_pd(_mm256_andnot_si256(lost, any)));
+    _mm_storel_epi64((__m128i*)p, _mm_cvtps_ph(odd, _MM_FROUND_TO_NEAREST_INT));
+}
+INLINE __m256d f64v_load_bf16(const uint16_t* p) { /* each number behind 16 bits of 0 */
+    const __m128i wide = _mm_unpacklo_epi16(_mm_setzero_si128(), _mm_loadl_epi64((const __m128i*)p));
+    return _mm256_cvtps_pd(_mm_castsi128_ps(wide));
+}
+INLINE void f64v_store_bf16(uint16_t* p, __m256d x) {
+    const __m128i upper = _mm_set_epi8(-1, -1, -1, -1, -1, -1, -1, -1, 15, 14, 11, 10, 7, 6, 3, 2);
+    _mm_storel_epi64((__m128i*)p, _mm_shuffle_epi8(_mm_castps_si128(_mm256_cvtpd_ps(f64v_rounded_bf16(x))), upper));
+}
+
 #include "angles.inc"
 
 const at_isa at_avx2 = {"avx2", &f32_tiles, &f64_tiles, &angles_table};

@@ -216,24 +216,34 @@ INLINE __mmask8 f64v_has_bit(__m512d n, int bit) {
     return _mm512_test_epi64_mask(units, _mm512_set1_epi64(1LL << bit));
 }
 
-/* 16 numbers of float16 at once, by the processor's own conversions; at_odd of halves.h comes before the second one. */
-#define F16_AT_ONCE 16
-INLINE void f16v_widen(float* to, const uint16_t* from) {
-    _mm512_storeu_ps(to, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from)));
+INLINE __m512d f64v_sign_from(__m512d a, __m512d b) { return f64v_copy_sign(a, b); }
+INLINE __m512d f64v_power_of_two(__m512d x) {
+    return _mm512_and_pd(x, _mm512_set1_pd(INFINITY)); /* the bits of the exponent */
 }
-INLINE __m256 f16v_odd(const double* from) {
-    const __m512i lost = _mm512_set1_epi64(0x1fffffff), bits = _mm512_loadu_si512(from);
-    const __m512i any = _mm512_add_epi64(_mm512_and_si512(bits, lost), lost);
-    const __m512i last = _mm512_and_si512(any, _mm512_set1_epi64(0x20000000));
-    return _mm512_cvtpd_ps(_mm512_castsi512_pd(_mm512_andnot_si512(lost, _mm512_or_si512(bits, last))));
-}
-INLINE void f16v_narrow(uint16_t* to, const double* from) {
-    const __m512 x = _mm512_insertf32x8(_mm512_castps256_ps512(f16v_odd(from)), f16v_odd(from + 8), 1);
-    _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
-}
-
 #define LANES 8
 #define V(name) f64v_##name
+#include "rounded16.inc"
+
+INLINE __m512d f64v_load_f16(const uint16_t* p) {
+    return _mm512_cvtps_pd(_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)));
+}
+INLINE void f64v_store_f16(uint16_t* p, __m512d x) { /* rounded to odd in between: at_odd in halves.h */
+    const __m256i toward_0 = _mm256_castps_si256(_mm512_cvt_roundpd_ps(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC));
+    const __mmask8 lost = _mm512_test_epi64_mask(_mm512_castpd_si512(x), _mm512_set1_epi64(0x1fffffff));
+    const __m256i odd = _mm256_mask_or_epi32(toward_0, lost, toward_0, _mm256_set1_epi32(1));
+    _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(_mm256_castsi256_ps(odd), _MM_FROUND_TO_NEAREST_INT));
+}
+INLINE __m512d f64v_load_bf16(const uint16_t* p) { /* each number behind 16 bits of 0 */
+    const __m256i from = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)p));
+    const __m256i at = _mm256_set_epi16(7, 0, 6, 0, 5, 0, 4, 0, 3, 0, 2, 0, 1, 0, 0, 0);
+    return _mm512_cvtps_pd(_mm256_castsi256_ps(_mm256_maskz_permutexvar_epi16(0xaaaa, at, from)));
+}
+INLINE void f64v_store_bf16(uint16_t* p, __m512d x) {
+    const __m256i bits = _mm256_castps_si256(_mm512_cvtpd_ps(f64v_rounded_bf16(x)));
+    const __m256i upper = _mm256_set_epi16(0, 0, 0, 0, 0, 0, 0, 0, 15, 13, 11, 9, 7, 5, 3, 1);
+    _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(_mm256_permutexvar_epi16(upper, bits)));
+}
+
 #include "angles.inc"
 
 const at_isa at_avx512 = {"avx512", &f32_tiles, &f64_tiles, &angles_table};

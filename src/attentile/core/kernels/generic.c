@@ -163,8 +163,37 @@ INLINE f64v_mask f64v_has_bit(f64v_vec n, int bit) {
     return -(f64v_mask)(units >> bit & 1);
 }
 
+INLINE f64v_vec f64v_sign_from(f64v_vec a, f64v_vec b) { return f64v_copy_sign(a, b); }
+INLINE f64v_vec f64v_power_of_two(f64v_vec x) {
+    return (f64v_vec)((f64v_bits)x & (f64v_bits)f64v_set1(INFINITY)); /* the bits of the exponent */
+}
 #define LANES 2
 #define V(name) f64v_##name
+#include "rounded16.inc"
+
+/* float16 one by one: normal numbers, which nearly all are, by arithmetic on the bits of doubles. Biases: 1023 - 15. */
+INLINE double generic_double_of_f16(uint16_t half) {
+    if (((half + 0x400) & 0x7c00) <= 0x400) return at_float_of_f16(half);
+    return at_double_of((uint64_t)(half & 0x8000) << 48 | (((uint64_t)(half & 0x7fff) << 42) + (UINT64_C(1008) << 52)));
+}
+INLINE uint16_t generic_f16_of_double(double x) {
+    const uint64_t bits = at_long_bits_of(x), rest = bits & (UINT64_MAX >> 1);
+    if (rest - (UINT64_C(1009) << 52) >= UINT64_C(30) << 52) return at_f16_of_double(x);
+    const uint64_t half = (rest + 0x1ffffffffff + (rest >> 42 & 1)) >> 42;
+    return (uint16_t)((bits >> 48 & 0x8000) | (half - (1008 << 10)));
+}
+INLINE f64v_vec f64v_load_f16(const uint16_t* p) {
+    return (f64v_vec){generic_double_of_f16(p[0]), generic_double_of_f16(p[1])};
+}
+INLINE void f64v_store_f16(uint16_t* p, f64v_vec x) {
+    for (int i = 0; i < 2; i++) p[i] = generic_f16_of_double(x[i]);
+}
+INLINE f64v_vec f64v_load_bf16(const uint16_t* p) { return (f64v_vec){at_float_of_bf16(p[0]), at_float_of_bf16(p[1])}; }
+INLINE void f64v_store_bf16(uint16_t* p, f64v_vec x) {
+    const f64v_vec rounded = f64v_rounded_bf16(x);
+    for (int i = 0; i < 2; i++) p[i] = (uint16_t)(at_bits_of((float)rounded[i]) >> 16);
+}
+
 #include "angles.inc"
 
 const at_isa at_generic = {"generic", &f32_tiles, &f64_tiles, &angles_table};

@@ -221,8 +221,40 @@ INLINE uint64x2_t f64v_has_bit(float64x2_t n, int bit) {
     return vtstq_u64(units, vdupq_n_u64(UINT64_C(1) << bit));
 }
 
+INLINE float64x2_t f64v_sign_from(float64x2_t a, float64x2_t b) { return f64v_copy_sign(a, b); }
+INLINE float64x2_t f64v_power_of_two(float64x2_t x) { /* the bits of the exponent */
+    const uint64x2_t exponent = vreinterpretq_u64_f64(vdupq_n_f64(INFINITY));
+    return vreinterpretq_f64_u64(vandq_u64(vreinterpretq_u64_f64(x), exponent));
+}
 #define LANES 2
 #define V(name) f64v_##name
+#include "rounded16.inc"
+
+INLINE uint16x4_t f64v_load_16(const uint16_t* p) { /* in the lower half */
+    uint32_t two;
+    memcpy(&two, p, sizeof two);
+    return vcreate_u16(two);
+}
+INLINE void f64v_store_16(uint16_t* p, uint16x4_t x) {
+    const uint32_t two = vget_lane_u32(vreinterpret_u32_u16(x), 0);
+    memcpy(p, &two, sizeof two);
+}
+INLINE float64x2_t f64v_load_f16(const uint16_t* p) {
+    return vcvt_f64_f32(vget_low_f32(vcvt_f32_f16(vreinterpret_f16_u16(f64v_load_16(p)))));
+}
+INLINE void f64v_store_f16(uint16_t* p, float64x2_t x) {
+    const float32x2_t odd = vcvtx_f32_f64(x); /* what at_odd in halves.h does */
+    f64v_store_16(p, vreinterpret_u16_f16(vcvt_f16_f32(vcombine_f32(odd, odd))));
+}
+INLINE float64x2_t f64v_load_bf16(const uint16_t* p) {
+    const float32x4_t wide = vreinterpretq_f32_u32(vshll_n_u16(f64v_load_16(p), 16));
+    return vcvt_f64_f32(vget_low_f32(wide));
+}
+INLINE void f64v_store_bf16(uint16_t* p, float64x2_t x) {
+    const uint32x2_t bits = vreinterpret_u32_f32(vcvt_f32_f64(f64v_rounded_bf16(x)));
+    f64v_store_16(p, vshrn_n_u32(vcombine_u32(bits, bits), 16));
+}
+
 #include "angles.inc"
 
 const at_isa at_neon = {"neon", &f32_tiles, &f64_tiles, &angles_table};
