@@ -284,6 +284,8 @@ class Scores:
 
 def checked(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Scores, Array]:
     """The scores and the values of a call, or the error that tells what is wrong with it."""
-    q, k, v = as_array("attention", "q", q), as_array("attention", "k", k), as_array("attention", "v", v)
+    q = as_array("attention", "q", q)
+    k = as_array("attention", "k", k)
+    v = as_array("attention", "v", v)
     scores = Scores(q, k, v, options)
     return scores, stored(v, scores.compute, scores.bits)

@@ -70,6 +70,13 @@ static inline float at_odd(double x) {
     return (float)at_double_of((bits | (((bits & lost) + lost) & (lost + 1))) & ~lost);
 }
 
+/* Doubles rounded once. The subnormals of bfloat16 are those of float: a sum that has their steps has rounded already. */
 static inline uint16_t at_f16_of_double(double x) { return at_f16_of(at_odd(x)); }
+
+static inline uint16_t at_bf16_of_double(double x) {
+    const double size = fabs(x), small = copysign((size + 0x1p-81) - 0x1p-81, x);
+    const uint64_t mask = 0 - (uint64_t)(at_long_bits_of(size) < at_long_bits_of(0x1p-126));
+    return at_bf16_of(at_odd(at_double_of((at_long_bits_of(small) & mask) | (at_long_bits_of(x) & ~mask))));
+}
 
 #endif
