@@ -58,6 +58,27 @@ def test_top_keys_of_equal_weights_and_of_few_keys(impl):
     assert got.rows is None
 
 
+@pytest.mark.parametrize("keys", [7, 16, 64, 100, 300])
+@pytest.mark.parametrize("spread", [1e-12, 1.0, 300.0], ids=["nearly equal", "usual", "far below float32"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_order_of_the_top_keys(impl, dtype, spread, keys):
+    """Descending by all digits, of equal weights the lower key first, for each number that is wanted."""
+    rng = np.random.default_rng(keys)
+    scores = np.repeat(rng.standard_normal((40, keys, 1)) * spread, [1] * (keys - 1) + [2], axis=1)[
+        :, rng.permutation(keys)
+    ]
+    options = {"mask": rng.random((40, 3, keys)) < rng.choice([0.1, 0.5, 1.0], (40, 3, 1))}
+    q, k, v = np.ones((40, 3, 1), dtype), scores.astype(dtype), np.zeros((40, keys, 1), dtype)
+    w = attention_stats(q, k, v, which="rows", rows=range(3), **options).rows
+    order = np.argsort(-w, axis=-1, kind="stable")
+    for top_k in (1, 2, 8, 9, 32, 64):
+        got = attention_stats(q, k, v, which="top_k", top_k=top_k, **options)
+        wanted = order[..., :top_k]
+        weights = np.take_along_axis(w, wanted, axis=-1)
+        np.testing.assert_array_equal(got.top_weights[..., :keys], weights)
+        np.testing.assert_array_equal(got.top_keys[..., :keys], np.where(weights > 0, wanted, -1))
+
+
 def test_poison_stays_outside(impl):
     q, k, v = np.zeros((2, 4)), np.zeros((3, 4)), np.eye(3)
     k[2], v[2] = np.nan, np.nan

@@ -24,6 +24,7 @@
 cdef enum:
     MIN_TOP_ROOM = 8                            # candidates of a row that are not sorted yet, at least; and that many
     TOP_ROOM = 3                                #   for each key that is wanted
+    ONE_SORT = 64                               # so many keys are sorted once, if an eighth of them is wanted
     LARGE_ROOM = 1024                           # from here on fewer rows at a time, so that their candidates stay in L2
 
 # Where the results go; data is NULL for what was not asked for. [batch][head] and then:
@@ -57,7 +58,10 @@ cdef inline bint wants_rows(const Stats *stats) noexcept nogil:
 
 
 cdef inline Py_ssize_t top_room(const Stats *stats) noexcept nogil:
-    return max(<Py_ssize_t> MIN_TOP_ROOM, min(TOP_ROOM * stats.k, stats.job.keys))
+    cdef Py_ssize_t keys = stats.job.keys
+    if keys <= ONE_SORT and keys <= 8 * stats.k:
+        return max(<Py_ssize_t> MIN_TOP_ROOM, keys)
+    return max(<Py_ssize_t> MIN_TOP_ROOM, min(TOP_ROOM * stats.k, keys))
 
 
 cdef Py_ssize_t row_stats_bytes(const Stats *stats) noexcept nogil:

@@ -246,7 +246,7 @@ class _Blocks:
 
 def _all(array: Array) -> bool:
     """array.all(), which takes as long as a small product."""
-    return np.count_nonzero(array) == array.size
+    return bool(np.count_nonzero(array) == array.size)
 
 
 def _seen(lo: Array, hi: Array) -> slice:
