@@ -18,6 +18,29 @@ BATCH, Q_HEADS, HEADS, WIDTH, VALUE_WIDTH = 3, 4, 2, 8, 5
 LENGTHS = (300, 17, 256)
 
 
+def compute_of(cache: KVCache) -> np.dtype[Any]:
+    """The dtype of the arithmetic: float32 for a cache of 16 bits."""
+    return np.dtype(np.float64 if cache.dtype == np.float64 else np.float32)
+
+
+def shown_of(dtype: Any) -> np.dtype[Any]:
+    """The dtype of keys() and values(): that of the cache, but float32 for bfloat16."""
+    return np.dtype(np.float32 if dtype == "bfloat16" else dtype)
+
+
+def as_stored(x: Array, dtype: Any) -> Array:
+    """Tokens as a cache of this dtype gives them back. 16 bits: whole steps of a number's size, halfway to even."""
+    shown = shown_of(dtype)
+    if shown != np.float16 and dtype != "bfloat16":
+        return x.astype(shown)
+    bits, smallest, largest = (11, -24, 65504.0) if shown == np.float16 else (8, -133, 2.0**128 - 2.0**120)
+    x = x.astype(np.longdouble)
+    with np.errstate(all="ignore"):
+        steps = np.ldexp(np.longdouble(1), np.maximum(np.frexp(x)[1] - bits, smallest))
+        near = np.where(np.isfinite(x), np.rint(x / steps) * steps, x)
+        return np.where(abs(near) > largest, np.copysign(np.inf, near), near).astype(shown)
+
+
 def poison(cache: KVCache) -> int:
     """NaN in every slot that holds no token and in every free page; returns the number of slots.
 
@@ -25,9 +48,9 @@ def poison(cache: KVCache) -> int:
     """
     pool, table = cache.held.pages.pool, cache.held.pages.table
     page_counts(pool)  # counts off the pages of tables that died
-    slots = 0
+    slots, nan = 0, 0x7FC0 if pool.dtype == np.uint16 else np.nan
     for address in pool._free:
-        pool.page(address)[:] = np.nan
+        pool.page(address)[:] = nan
         slots += pool.page_keys
     for item, column in np.argwhere(table):
         if pool._references[int(table[item, column])] > 1:
@@ -37,8 +60,8 @@ def poison(cache: KVCache) -> int:
         for first, end in cache.held.runs(int(item)):
             held |= (token >= first) & (token < end)
         keys, values = pool.keys(int(table[item, column])), pool.values(int(table[item, column]))
-        keys.swapaxes(2, 3)[:, ~held.reshape(-1, 16)] = np.nan
-        values[:, ~held] = np.nan
+        keys.swapaxes(2, 3)[:, ~held.reshape(-1, 16)] = nan
+        values[:, ~held] = nan
         slots += int((~held).sum())
     return slots
 
@@ -63,8 +86,9 @@ class Model:
     def __init__(
         self, batch: int, heads: int, width: int, value_width: int, dtype: Any, window: Any, sink_tokens: int
     ) -> None:
-        self.k: list[Array] = [np.zeros((heads, 0, width), dtype) for _ in range(batch)]
-        self.v: list[Array] = [np.zeros((heads, 0, value_width), dtype) for _ in range(batch)]
+        self.shown = shown_of(dtype)
+        self.k: list[Array] = [np.zeros((heads, 0, width), self.shown) for _ in range(batch)]
+        self.v: list[Array] = [np.zeros((heads, 0, value_width), self.shown) for _ in range(batch)]
         self.held_from = [0] * batch
         self.window, self.sink_tokens, self.heads, self.dtype = window, sink_tokens, heads, dtype
         self.widths = (width, value_width)
@@ -89,8 +113,8 @@ class Model:
             n = k.shape[2] if counts is None else int(counts[b])
             if n and self.window is not None:
                 self.held_from[b] = max(self.held_from[b], self.lengths[b] - self.window[0])
-            self.k[b] = np.concatenate([self.k[b], k[b, :, :n].astype(self.dtype)], axis=1)
-            self.v[b] = np.concatenate([self.v[b], v[b, :, :n].astype(self.dtype)], axis=1)
+            self.k[b] = np.concatenate([self.k[b], as_stored(k[b, :, :n], self.dtype)], axis=1)
+            self.v[b] = np.concatenate([self.v[b], as_stored(v[b, :, :n], self.dtype)], axis=1)
 
     def can_truncate(self, ends: Any) -> bool:
         return self.window is None or all(
@@ -118,7 +142,7 @@ class Model:
         """All tokens, zeros after an item's end."""
         made = []
         for rows, width in zip((self.k, self.v), self.widths, strict=True):
-            array = np.zeros((len(rows), self.heads, self.length, width), self.dtype)
+            array = np.zeros((len(rows), self.heads, self.length, width), self.shown)
             for b, own in enumerate(rows):
                 array[b, :, : own.shape[1]] = own
             made.append(array)
@@ -133,7 +157,7 @@ class Model:
         most = max((len(own) for own in chosen), default=0)
         made = []
         for rows, width in zip((self.k, self.v), self.widths, strict=True):
-            array = np.zeros((len(rows), self.heads, most, width), self.dtype)
+            array = np.zeros((len(rows), self.heads, most, width), self.shown)
             for b, own in enumerate(chosen):
                 array[b, :, : len(own)] = rows[b][:, own]
             made.append(array)
@@ -169,19 +193,30 @@ class Model:
         return np.broadcast_to(options.get("key_lengths", self.lengths), len(self.k)) - rows
 
     def attend(self, q: Array, **options: Any) -> Array | AttentionResult:
-        """attention() over all tokens in the dtype of the cache, with its lengths and window."""
-        k, v = self.full()
+        """attention() over all tokens in the dtype of the cache's arithmetic, with its lengths and window."""
+        compute = np.result_type(self.shown, np.float32)
+        k, v = (x.astype(compute) for x in self.full())
         if self.window is not None:
             mask = self.seen(q.shape[2], self.start(q.shape[2], options))
             options["mask"] = mask & options["mask"] if "mask" in options else mask
         valid = np.broadcast_to(options.pop("key_lengths", self.lengths), len(self.k)).astype(np.intp)
         if not {"causal", "q_start"} & options.keys():
             options["causal"] = "lower_right"
-        found = attention(q.astype(self.dtype), k, v, key_lengths=valid, **options)
-        dtype = np.result_type(q.dtype, self.dtype)
+        found = attention(q.astype(compute), k, v, key_lengths=valid, **options)
+        dtype = result_dtype(q.dtype, self.dtype)
         if isinstance(found, AttentionResult):
-            return AttentionResult(*(None if x is None else x.astype(dtype) for x in found))
+            wide = np.result_type(dtype, np.float32)  # of lse
+            return AttentionResult(
+                *(None if x is None else x.astype(to) for x, to in zip(found, (dtype, wide, dtype), strict=True))
+            )
         return found.astype(dtype)
+
+
+def result_dtype(q: np.dtype[Any], dtype: Any) -> np.dtype[Any]:
+    """What attend() gives for queries of this dtype over a cache of that one."""
+    if q.name == "bfloat16" and dtype == "bfloat16":
+        return q
+    return np.result_type(q, shown_of(dtype)).newbyteorder("=")
 
 
 def pair_of(
@@ -197,7 +232,7 @@ def ragged(dtype: Any = "float32", **options: Any) -> tuple[KVCache, Model]:
     cache = KVCache(BATCH, HEADS, WIDTH, value_dim=VALUE_WIDTH, dtype=dtype, **options)
     model = Model.of(cache)
     for seed, counts in enumerate([(40, 17, 200), (260, 0, 56)]):
-        k, v = pair_of(BATCH, HEADS, max(counts), WIDTH, VALUE_WIDTH, dtype=cache.dtype, seed=seed)
+        k, v = pair_of(BATCH, HEADS, max(counts), WIDTH, VALUE_WIDTH, dtype=compute_of(cache), seed=seed)
         cache.append(k, v, lengths=counts)
         model.append(k, v, counts)
     poison(cache)
@@ -217,7 +252,7 @@ def assert_same(impl: str, found: Any, expected: Any) -> None:
     if impl in FMA_ISAS:
         assert_array_equal(found, expected)
     else:
-        assert_allclose(found, expected, rtol=1e-5, atol=2e-6)
+        assert_allclose(found, expected, rtol=2.0**-7 if expected.itemsize == 2 else 1e-5, atol=2e-6)
 
 
 def state_of(cache: KVCache) -> tuple[Any, ...]:

@@ -16,12 +16,15 @@ from cache_helpers import (
     VALUE_WIDTH,
     WIDTH,
     Model,
+    as_stored,
     assert_same,
+    compute_of,
     pages_in_use,
     pages_made,
     pair_of,
     poison,
     ragged,
+    shown_of,
     state_of,
 )
 from helpers import normal
@@ -80,16 +83,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(impl, name, dtype):
     cache, model = ragged(dtype)
-    q, options = normal(BATCH, Q_HEADS, ROWS, WIDTH, dtype=dtype, seed=9), OPTIONS[name]
+    q, options = normal(BATCH, Q_HEADS, ROWS, WIDTH, dtype=shown_of(dtype), seed=9), OPTIONS[name]
     everything = {**options, "return_lse": True, "return_weights": True}
     expected = model.attend(q, **{"causal": "q_start" in options or "lower_right", **everything})
     found = cache.attend(q, **everything)
     assert_same(impl, found, expected)
-    assert found.out.dtype == dtype
+    assert found.out.dtype == shown_of(dtype)
     out = np.empty_like(found.out)
     assert cache.attend(q, out=out, **options) is out
     assert_same(impl, out, expected.out)
@@ -220,25 +223,37 @@ def test_empty_in_every_way(impl):
 # ---- storage ----
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
 @pytest.mark.parametrize(("capacity", "size"), [(None, 256), (5, 16), (16, 16), (100, 112), (255, 256), (600, 256)])
 def test_layout_of_the_pages(dtype, capacity, size):
     cache = KVCache(2, 3, 5, capacity, value_dim=7, dtype=dtype)
     n = capacity or 300
-    k, v = pair_of(2, 3, n, 5, 7, dtype=dtype)
+    k, v = pair_of(2, 3, n, 5, 7, dtype=compute_of(cache))
     cache.append(k, v)
+    k, v = as_stored(k, dtype), as_stored(v, dtype)
     table = cache.held.pages.table
     assert (table.dtype, table.shape) == (np.intp, (2, -(-n // size)))
     assert (table % 64 == 0).all()
     assert len(np.unique(table)) == table.size
-    kind = ctypes.c_float if dtype == "float32" else ctypes.c_double
+    items = np.dtype(np.uint16 if dtype == "bfloat16" else dtype)
     for b, t in [(b, t) for b in range(2) for t in range(n)]:
-        memory = (kind * (3 * size * 12)).from_address(int(table[b, t // size]))
-        page, slot = np.frombuffer(memory, dtype), t % size
+        memory = (ctypes.c_char * (3 * size * 12 * items.itemsize)).from_address(int(table[b, t // size]))
+        page, slot = np.frombuffer(memory, items), t % size
+        if dtype == "bfloat16":
+            page = (page.astype(np.uint32) << 16).view(np.float32)
         keys = page[: 3 * size * 5].reshape(3, size // 16, 5, 16)
         values = page[3 * size * 5 :].reshape(3, size, 7)
         assert_array_equal(keys[:, slot // 16, :, slot % 16], k[b, :, t])
         assert_array_equal(values[:, slot], v[b, :, t])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_pages_of_odd_sizes_begin_on_cache_lines(dtype):
+    """16 tokens of three numbers of 16 bits are one cache line and a half."""
+    cache, k = KVCache(5, 1, 2, 16, value_dim=1, dtype=dtype), normal(5, 1, 16, 2)
+    cache.append(k, k[..., :1])
+    assert (cache.held.pages.table % 64 == 0).all()
+    assert_array_equal(cache.keys(), as_stored(k, dtype))
 
 
 def test_growing_moves_no_token():
@@ -396,6 +411,11 @@ def test_repr():
     big = KVCache(1, 8, 128)
     big.append(np.zeros((1, 8, 1, 128)), np.zeros((1, 8, 1, 128)))
     assert repr(big).endswith("): 1 token, 1 page of 256 (2.0 MiB)")
+    half = KVCache(1, 8, 128, dtype="bfloat16")
+    half.append(np.zeros((1, 8, 1, 128)), np.zeros((1, 8, 1, 128)))
+    assert repr(half) == (
+        "KVCache(batch=1, kv_heads=8, head_dim=128, dtype=bfloat16): 1 token, 1 page of 256 (1.0 MiB)"
+    )
 
 
 # ---- rotary ----

@@ -19,6 +19,7 @@ from cache_helpers import (
     VALUE_WIDTH,
     WIDTH,
     Model,
+    as_stored,
     assert_same,
     page_counts,
     pages_in_use,
@@ -37,8 +38,9 @@ from attentile.cache import pages
 ROWS = 5
 
 
-def test_truncate_and_go_on(impl):
-    cache, model = ragged()
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_truncate_and_go_on(impl, dtype):
+    cache, model = ragged(dtype)
     for ends in [(290, 17, 256), (256, 3, 0), (40, 0, 0), (40, 0, 0)]:
         cache.truncate(ends)
         model.truncate(ends)
@@ -114,8 +116,9 @@ def test_truncate_to_where_the_window_holds_nothing(impl, n, sink_tokens):
     assert_same(impl, cache.attend(q), model.attend(q))
 
 
-def test_fork_shares_pages_until_one_writes(impl):
-    cache, model = ragged()
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_fork_shares_pages_until_one_writes(impl, dtype):
+    cache, model = ragged(dtype)
     twin, twin_model = cache.fork(), model.copy()
     pages = pages_in_use(cache)
     assert pages == 4
@@ -166,9 +169,10 @@ def test_a_fork_outlives_its_origin():
     assert_array_equal(twin.keys(), np.concatenate([k, k], axis=2))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("beams", [[0, 0, 1, 2, 2], [2, 1, 0], [1], [0, 1, 2], [], [0, 0, 0]])
-def test_reorder(impl, beams):
-    cache, model = ragged()
+def test_reorder(impl, beams, dtype):
+    cache, model = ragged(dtype)
     cache.reorder(beams)
     model.reorder(beams)
     assert (cache.batch, cache.lengths.tolist()) == (len(beams), [LENGTHS[b] for b in beams])
@@ -193,16 +197,17 @@ def test_beams_of_a_full_batch_need_no_more_pages():
     assert_array_equal(cache.keys()[:, :, -1], k[:, :, 0])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("way", ["copy", "deepcopy", "pickle"])
-def test_copies_are_independent(way):
-    cache, _ = ragged(window=(20, 0), sink_tokens=3)
+def test_copies_are_independent(way, dtype):
+    cache, _ = ragged(dtype, window=(20, 0), sink_tokens=3)
     twin = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda c: pickle.loads(pickle.dumps(c))}[way](cache)
     before, tokens = state_of(cache)[:-1], cache.keys()
     assert_array_equal(twin.keys(), tokens)
     k, v = pair_of(BATCH, HEADS, 30, WIDTH, VALUE_WIDTH)
     twin.append(k, v)
     assert state_of(cache)[:-1] == before
-    assert_array_equal(twin.keys()[0, :, 3:], k[0, :, -21:])
+    assert_array_equal(twin.keys()[0, :, 3:], as_stored(k[0, :, -21:], dtype))
 
 
 def test_threads_attend_together_and_change_their_forks(impl):

@@ -38,7 +38,8 @@ CONSTRUCTOR = [
     (dict(value_dim=0), ValueError, "value_dim is 0"),
     (dict(capacity=0), ValueError, "capacity is 0"),
     (dict(capacity="many"), TypeError, "capacity is 'many'"),
-    (dict(dtype="float16"), TypeError, "dtype is 'float16'; the storage can be float32 or float64"),
+    (dict(dtype="int8"), TypeError, "dtype is 'int8'; the storage can be float32, float64, float16 or bfloat16"),
+    (dict(dtype=">f2"), TypeError, "dtype is '>f2'"),
     (dict(dtype=">f4"), TypeError, "dtype is '>f4'"),
     (dict(dtype="nonsense"), TypeError, "dtype is 'nonsense'"),
     (dict(window=8), TypeError, r"window is 8; it must be a pair \(left, 0\) or None.*\(W - 1, 0\)"),
@@ -314,7 +315,7 @@ def archive(**changes: Any) -> io.BytesIO:
 
 DAMAGED = [
     dict(format=None),
-    dict(format=np.array("attentile.KVCache 2")),
+    dict(format=np.array("attentile.KVCache 3")),
     dict(keys=None),
     dict(config={"batch": 3}),
     dict(config={"batch": "x"}),

@@ -90,7 +90,7 @@ def test_an_append_without_memory_for_copies_changes_nothing(monkeypatch):
     def no_memory(*_: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("attentile.cache.retention.ready", no_memory)
+    monkeypatch.setattr("attentile.cache.formats.ready", no_memory)
     with pytest.raises(MemoryError):
         cache.append(token.astype(np.float64), token)
     assert (cache.lengths.tolist(), cache.held.held_from.tolist(), cache.held.pages.table.tolist()) == before

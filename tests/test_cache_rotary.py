@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cache_helpers import assert_same
+from cache_helpers import as_stored, assert_same
 from helpers import normal
 from layer_oracle import make
 from numpy.testing import assert_allclose, assert_array_equal
 from numpy.typing import NDArray
 
-from attentile import KVCache, MultiHeadAttention
+from attentile import KVCache, MultiHeadAttention, attention, rotary_embedding
 
 pytestmark = pytest.mark.usefixtures("impl")
 
@@ -70,6 +70,28 @@ def test_ragged_items_are_as_alone(impl, rotary, window):
             assert_same(impl, found[own], alone[item].attend(q[own]))
             keys = alone[item].keys()
             assert_array_equal(cache.keys()[item, :, : keys.shape[2]], keys[0])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("given", ["float32", "float64", "float16", "int8"])
+def test_keys_of_16_bits_are_rotated_before_they_are_rounded(impl, rotary, dtype, given):
+    """In one append, token by token, or ragged: the same bits, those of the keys rotated in float32 or float64."""
+    k, v = ((3 * x).astype(given) for x in normal(2, 1, 2, 9, 8))
+    wide = k.astype(np.float64 if given == "float64" else np.float32)
+    single, n = rotary.get("scaling", {}).get("rope_type") not in ("dynamic", "longrope"), k.shape[2]
+    caches = [KVCache(1, 2, 8, dtype=dtype, rotary=rotary) for _ in range(3)]
+    caches[0].append(k, v)
+    caches[1].append(k, v, lengths=[n])
+    for t in range(n) if single else ():
+        caches[2].append(k[:, :, t : t + 1], v[:, :, t : t + 1])
+    q = normal(1, 4, 1, 8)
+    placed, turned = rotary_embedding(q, n - 1, **rotary), rotary_embedding(wide, **rotary)
+    for cache in caches if single else caches[:2]:
+        assert_array_equal(cache.keys(), as_stored(turned, dtype))
+        found = cache.attend(q)
+        assert found.dtype == np.float32
+        keys, values = (x.astype(np.float32) for x in (cache.keys(), cache.values()))
+        assert_same(impl, found, attention(placed, keys, values, causal="lower_right"))
 
 
 def test_more_rows_than_an_item_has_tokens(rotary):

@@ -43,7 +43,7 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize(
         batch=st.integers(1, 3),
         capacity=st.sampled_from([None, None, 40, 600]),
-        dtype=st.sampled_from(["f4", "f8"]),
+        dtype=st.sampled_from(["f4", "f8", "f2", "bfloat16"]),
         window=st.sampled_from([None, (0, 0), (4, 0), (20, 0), (256, 0)]),
         sink_tokens=st.sampled_from([0, 0, 2, 17, 300]),
     )

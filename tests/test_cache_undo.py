@@ -40,7 +40,7 @@ def held(cache: KVCache) -> tuple[Any, ...]:
     """What a failed call must leave: the tokens, which of them are held, and how many pages they take."""
     return (
         repr(cache), cache.lengths.tolist(), cache.held.held_from.tolist(), cache.held.runs(0), cache.held.runs(1),
-        [array.tobytes() for array in cache.held.copies([cache.held.runs(0), cache.held.runs(1)])],
+        [array.tobytes() for array in cache.held.copies([cache.held.runs(0), cache.held.runs(1)], cache.dtype)],
         np.count_nonzero(cache.held.pages.table),
     )  # fmt: skip
 

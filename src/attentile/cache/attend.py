@@ -19,8 +19,8 @@ from ..masks import FAR, check_causal, per_item
 from ..outputs import AttentionResult, Outputs
 from ..positions.items import query_positions, rotate_items
 from ..runtime.threads import get_num_threads, threads_for
-from ..scores import Scores, check_mask
-from ..storage import promoted, ready, rounded
+from ..scores import Scores, check_mask, holds_bits
+from ..storage import bfloat16_bits, bfloat16_numbers, ready, rounded
 from .retention import Held
 
 Array = NDArray[Any]
@@ -42,9 +42,9 @@ def attend_held(held: Held, q: ArrayLike, options: Mapping[str, Any]) -> Array |
         )
     rows = queries.shape[2]
     with named_in_errors("KVCache.attend"):
-        dtype = promoted("attention", queries, np.empty(0, held.dtype))[1]
-        if queries.dtype != held.dtype:
-            return _attend_converted(held, queries, options, dtype)
+        wide, dtype = held.format.result(queries, holds_bits(options.get("dtype")))
+        if queries.dtype != held.format.compute:
+            return _attend_converted(held, queries, options, wide, dtype)
         start, placed = _place(held, rows, options)
         _check_held(held, start, rows, placed["key_lengths"])
         near = None
@@ -59,25 +59,31 @@ def attend_held(held: Held, q: ArrayLike, options: Mapping[str, Any]) -> Array |
 
 
 def _attend_converted(
-    held: Held, q: Array, options: Mapping[str, Any], dtype: np.dtype[Any]
+    held: Held, q: Array, options: Mapping[str, Any], wide: np.dtype[Any], dtype: np.dtype[Any]
 ) -> Array | AttentionResult:
-    """The same for queries of another dtype than the cache's: they are converted to it, and the result to `dtype`.
+    """The same for queries of another dtype than that of the arithmetic: they are converted to it, and the result to
+    `dtype`, lse to `wide`.
 
     The cache may be a thousand times larger than either, so it is never what is converted.
     """
-    wider = dtype != held.dtype  # float64 for a cache in float32
-    out = options.get("out") if wider else None
+    compute = held.format.compute
+    other = dtype != compute  # float64 for a cache in float32, float16 for one in float16
+    out = options.get("out") if other else None
     if out is not None:
         check_out("attention", out, (*q.shape[:3], held.value_dim), dtype)
         options = {**options, "out": None}
-    found = attend_held(held, rounded(q, held.dtype), options)
-    if not wider:
+    bits = q.dtype == np.uint16 and options.get("dtype") is not None
+    found = attend_held(held, bfloat16_numbers(q) if bits else rounded(q, compute), options)
+    if not other:
         return found
     whole = found if isinstance(found, AttentionResult) else AttentionResult(found, None, None)
+    convert = bfloat16_bits if dtype == np.uint16 else lambda array: rounded(array, dtype)
+    rows, weights = convert(whole.out), None if whole.weights is None else convert(whole.weights)
     if out is None:
-        out = np.empty(whole.out.shape, dtype)
-    out[...] = whole.out
-    lse, weights = (None if x is None else x.astype(dtype) for x in whole[1:])
+        out = rows
+    else:
+        out[...] = rows
+    lse = None if whole.lse is None else rounded(whole.lse, wide)
     return AttentionResult(out, lse, weights) if isinstance(found, AttentionResult) else out
 
 
@@ -160,10 +166,11 @@ def _attend(
     on_pages = view is not None and view.bound and options.get("score_mod") is None and not segmented
     if on_pages:  # nothing but their shapes and dtype is asked of keys and values
         shape = (held.batch, held.kv_heads, held.length)
-        k, v = (np.broadcast_to(np.zeros((), held.dtype), (*shape, width)) for width in (held.head_dim, held.value_dim))
+        zero = np.zeros((), held.format.compute)
+        k, v = (np.broadcast_to(zero, (*shape, width)) for width in (held.head_dim, held.value_dim))
         scores = Scores(q, k, v, options, keep=True)
     else:
-        k, v = held.copies([held.runs(item) for item in range(held.batch)], gaps=True)
+        k, v = held.copies([held.runs(item) for item in range(held.batch)], held.format.compute, gaps=True)
         settled = {"mask": _window_as_mask(held, q, options, apart), "window": (None, 0)} if held.sink_tokens else {}
         scores = Scores(q, k, v, options | settled)
     outputs = Outputs(scores, v, options)
@@ -207,7 +214,8 @@ def _behind(held: Held, scores: Scores) -> tuple[Index, Index]:
 
 def _first_tokens(held: Held, q: Array, options: dict[str, Any], scores: Scores) -> tuple[Scores, Array]:
     """The same call over the kept first tokens only: its scores, without sinks, and its values."""
-    k, v = held.copies([[(0, min(held.sink_tokens, end))] if end else [] for end in held.lengths.tolist()])
+    runs = [[(0, min(held.sink_tokens, end))] if end else [] for end in held.lengths.tolist()]
+    k, v = held.copies(runs, held.format.compute)
     n = k.shape[2]
 
     def columns(array: Array | None) -> Array | None:

@@ -14,7 +14,8 @@ from .retention import Held
 Array = NDArray[Any]
 File = str | os.PathLike[str] | BinaryIO
 
-FORMAT = "attentile.KVCache 1"
+# The second one has tokens of 16 bits, which older readers would take for damage: bfloat16 as its bits.
+FORMATS = ("attentile.KVCache 1", "attentile.KVCache 2")
 _NAMES = ("config", "lengths", "held_from", "keys", "values")
 _WINDOW = ("window", "sink_tokens", "sink_positions")
 _SETTINGS = ("batch", "kv_heads", "head_dim", "capacity", "value_dim", "dtype", *_WINDOW, "rotary")
@@ -33,7 +34,7 @@ def pack(held: Held) -> dict[str, Array]:
     import json  # here, as below: most programs that import attentile store no cache
 
     runs = [held.runs(item) for item in range(held.batch)]
-    k, v = held.copies(runs)
+    k, v = held.copies(runs, held.format.items)
     used = np.arange(k.shape[2]) < np.array([[sum(end - first for first, end in own)] for own in runs]).reshape(-1, 1)
     rotary, tables = held.rotary, {}
     if rotary is not None:
@@ -42,9 +43,9 @@ def pack(held: Held) -> dict[str, Array]:
                 tables[_TABLE + name] = value if value.dtype.kind in "biuf" else value.astype(np.float32)
         rotary = {name: value for name, value in rotary.items() if _TABLE + name not in tables}
     config: dict[str, Any] = {name: getattr(held, name) for name in _SETTINGS}
-    config |= {"dtype": held.dtype.name, "rotary": rotary}
+    config |= {"dtype": str(held.dtype), "rotary": rotary}
     return {
-        "format": np.array(FORMAT),
+        "format": np.array(FORMATS[held.format.halves]),
         "config": np.array(json.dumps(config, default=_plain)),
         "lengths": held.lengths.astype(np.int64),
         "held_from": held.held_from.astype(np.int64),
@@ -87,7 +88,7 @@ def _refill(held: Held, lengths: Array, held_from: Array, keys: Array, values: A
     runs = [(item, first, end) for item in range(held.batch) for first, end in held.runs(item)]
     total = sum(end - first for _, first, end in runs)
     for name, found, width in (("keys", keys, held.head_dim), ("values", values, held.value_dim)):
-        if found.shape != (total, held.kv_heads, width) or found.dtype != held.dtype:
+        if found.shape != (total, held.kv_heads, width) or found.dtype != held.format.items:
             raise ValueError(f"{name} are {found.shape} {found.dtype} for {total} tokens")
     at = 0
     for item, first, end in runs:
@@ -144,8 +145,10 @@ def _read(source: BinaryIO, name: str) -> dict[str, Array]:
             f"KVCache.load: {name} is no cache, or damaged ({error}); give a file of KVCache.save"
         ) from None
     found = str(stored.get("format", "another kind of archive"))
-    if found != FORMAT:
-        raise ValueError(f"KVCache.load: {name} is {found!r}; it must be {FORMAT!r}, a file of KVCache.save")
+    if found not in FORMATS:
+        raise ValueError(
+            f"KVCache.load: {name} is {found!r}; it must be {' or '.join(map(repr, FORMATS))}, a file of KVCache.save"
+        )
     missing = [key for key in _NAMES if key not in stored]
     if missing:
         raise ValueError(f"KVCache.load: {name} is damaged, it lacks {', '.join(missing)}")

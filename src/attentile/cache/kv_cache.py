@@ -12,10 +12,12 @@ from typing import Any, Literal, Unpack
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from ..arguments import named_in_errors
 from ..attention import AllOptions
 from ..outputs import AttentionResult
 from ..positions.items import copied_options
 from ..runtime.threads import get_num_threads
+from ..scores import holds_bits
 from . import file as cache_file
 from .attend import attend_held, result_of
 from .file import File
@@ -43,8 +45,9 @@ class KVCache:
         pages of 256 tokens and without ever copying tokens.
     value_dim : int, optional
         Width of a value; default head_dim.
-    dtype : {"float32", "float64"}
-        Of the storage. What is appended is converted to it.
+    dtype : {"float32", "float64", "float16", "bfloat16"}
+        Of the storage. What is appended is converted to it, rounded once. The last two take half the memory and are
+        computed with in float32 (Notes). bfloat16 is a string or the dtype of ml_dtypes, which need not be installed.
     window : (left, 0), optional
         A row at position t sees the tokens t - left ... t. Older ones are evicted and their pages used again.
     sink_tokens : int
@@ -66,7 +69,9 @@ class KVCache:
         Tokens appended so far, of the longest item, evicted ones included.
     lengths : ndarray of intp, shape (batch,)
         The same for each item; a copy.
-    batch, kv_heads, head_dim, value_dim, capacity, dtype, window, sink_tokens, sink_positions, rotary
+    dtype : dtype or "bfloat16"
+        Of the storage. NumPy has no bfloat16, so this one is a string, whatever other packages are installed.
+    batch, kv_heads, head_dim, value_dim, capacity, window, sink_tokens, sink_positions, rotary
         As given.
 
     Raises
@@ -83,6 +88,11 @@ class KVCache:
     the largest n - left of the item's appends (at least 0), are evicted, except the first `sink_tokens`. An `attend` or
     `truncate` that needs one of them raises. All rows of the latest append can always attend, even if it was longer
     than the window. Results are those of a full cache with the same window, as if nothing had been evicted.
+
+    float16 and bfloat16: results are those of attention over the rounded tokens in float32, to the bit. float16 keeps
+    11 bits of a number between 6e-5 and 65504; above, it becomes infinite, as in NumPy, and below, subnormal. bfloat16
+    keeps 8 bits and has the range of float32. With `rotary`, keys are rotated in float32 (float64 if they are given in
+    it) and then rounded.
 
     Pages are shared by forks and beams and copied by the first write.
 
@@ -166,7 +176,7 @@ class KVCache:
         tokens = " to ".join(str(n) for n in sorted({int(self.held.lengths.min(initial=self.length)), self.length}))
         tokens += " token" if tokens == "1" else " tokens"
         pages, pool = len(set(addresses_in(self.held.pages.table))), self.held.pages.pool
-        kib = pages * pool.page_items * self.dtype.itemsize / 1024
+        kib = pages * pool.page_bytes / 1024
         memory = f"{kib:.1f} KiB" if kib < 1024 else f"{kib / 1024:.1f} MiB"
         return (
             f"KVCache(batch={self.batch}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, dtype={self.dtype}"
@@ -175,7 +185,14 @@ class KVCache:
 
     # ---- tokens in ----
 
-    def append(self, k: ArrayLike, v: ArrayLike, *, lengths: ArrayLike | None = None) -> None:
+    def append(
+        self,
+        k: ArrayLike,
+        v: ArrayLike,
+        *,
+        lengths: ArrayLike | None = None,
+        dtype: Literal["bfloat16"] | None = None,
+    ) -> None:
         """Adds tokens at the end of each item.
 
         Parameters
@@ -186,6 +203,8 @@ class KVCache:
             Values.
         lengths : int or array_like of int (one per item), optional
             Tokens of each item that count, the first ones of its row; the others are padding and never read.
+        dtype : "bfloat16", optional
+            What arrays of uint16 hold: the bits of bfloat16, as in `attention`. Else they are integers.
 
         Raises
         ------
@@ -197,10 +216,14 @@ class KVCache:
             Another thread is using the cache.
         """
         held = self.held
+        bits = dtype is not None
+        if bits:
+            with named_in_errors("KVCache.append"):
+                holds_bits(dtype)
         view = held.view() if lengths is None and held.rotary is None else None
-        if view is None or not view.append(k, v, False):
+        if view is None or not view.append(k, v, bits, False):
             with held.using("KVCache.append", change=True):
-                held.append(k, v, lengths)
+                held.append(k, v, lengths, bits)
 
     # ---- attention ----
 
@@ -226,8 +249,9 @@ class KVCache:
         Returns
         -------
         ndarray, shape (batch, Hq, L, value_dim), or AttentionResult
-            As `attention` does, in the dtype that q and the cache promote to. The arithmetic is that of the cache: q is
-            converted to its dtype, for the cache may be much larger. Rows of padding are to be ignored.
+            As `attention` does, in the dtype that q and the cache promote to, where bfloat16 counts as float32 unless q
+            is bfloat16 too. The arithmetic is that of the cache, float32 for one of 16 bits: q is converted to it, for
+            the cache may be much larger. Rows of padding are to be ignored.
 
         Raises
         ------
@@ -264,15 +288,16 @@ class KVCache:
     def keys(self) -> Array:
         """The keys of the tokens so far, oldest first: a copy (batch, kv_heads, n, head_dim), 0 after an item's end.
 
-        With a window: the kept first tokens and the last left + 1. With `rotary`: as stored, that is, rotated.
+        With a window: the kept first tokens and the last left + 1. With `rotary`: as stored, that is, rotated. In the
+        cache's dtype; those of bfloat16 in float32.
         """
         with self.held.using("KVCache.keys", change=False):
-            return self.held.copies(self.held.visible())[0]
+            return self.held.copies(self.held.visible(), self.held.format.shown)[0]
 
     def values(self) -> Array:
         """The values of the tokens of `keys()`: a copy (batch, kv_heads, n, value_dim)."""
         with self.held.using("KVCache.values", change=False):
-            return self.held.copies(self.held.visible())[1]
+            return self.held.copies(self.held.visible(), self.held.format.shown)[1]
 
     # ---- going back, branching ----
 

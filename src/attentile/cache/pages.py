@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.constants import ALIGN, PANEL
+from ..storage import bfloat16_numbers
 
 Array = NDArray[Any]
 Index = NDArray[np.intp]
@@ -58,7 +59,8 @@ class PagePool:
         self._key_shape = (kv_heads, page_keys // PANEL, head_dim, PANEL)
         self._value_shape = (kv_heads, page_keys, value_dim)
         self._key_items = kv_heads * page_keys * head_dim
-        self.page_items = self._key_items + kv_heads * page_keys * value_dim
+        self._items = self._key_items + kv_heads * page_keys * value_dim
+        self.page_bytes = -(-self._items * dtype.itemsize // ALIGN) * ALIGN
         self.returned: deque[Index] = deque()
         self._pages: dict[int, Array] = {}  # address: the elements of the page; the views keep the slabs alive
         self._references: dict[int, int] = {}  # address: number of places in tables, for pages in use
@@ -70,10 +72,10 @@ class PagePool:
         """One more slab. MemoryError leaves everything as it was."""
         if pages <= 0:
             return
-        slab = np.empty(pages * self.page_items * self.dtype.itemsize + ALIGN, np.uint8)
+        slab = np.empty(pages * self.page_bytes + ALIGN, np.uint8)
         skip = -slab.ctypes.data % ALIGN
-        items = slab[skip : skip + pages * self.page_items * self.dtype.itemsize].view(self.dtype)
-        cut = [items[i * self.page_items : (i + 1) * self.page_items] for i in range(pages)]
+        lines = slab[skip : skip + pages * self.page_bytes].reshape(pages, self.page_bytes)
+        cut = list(lines[:, : self._items * self.dtype.itemsize].view(self.dtype))
         addresses = signed([page.ctypes.data for page in cut])
         with _lock:
             self._pages.update(zip(addresses, cut, strict=True))
@@ -222,16 +224,22 @@ class PageTable:
             yield int(self.table[item, column]), first - column * size, last - column * size, first - start
 
     def read(self, item: int, start: int, end: int, keys: Array, values: Array) -> None:
-        """Copies the tokens start ... end - 1 of an item to keys (kv_heads, n, head_dim) and values."""
+        """Copies the tokens start ... end - 1 of an item to keys (kv_heads, n, head_dim) and values.
+
+        Of 16 bits to arrays in their own dtype, or as numbers to wider ones.
+        """
         for address, first, last, offset in self.parts(item, start, end):
             target = slice(offset, offset + last - first)
             panels = self.pool.keys(address)[:, first // PANEL : -(-last // PANEL)].swapaxes(2, 3)
             rows = panels.reshape(len(panels), -1, panels.shape[-1])
-            keys[:, target] = rows[:, first % PANEL : first % PANEL + last - first]
-            values[:, target] = self.pool.values(address)[:, first:last]
+            found = rows[:, first % PANEL : first % PANEL + last - first], self.pool.values(address)[:, first:last]
+            for to, part in zip((keys, values), found, strict=True):
+                bits = self.pool.dtype == np.uint16 and to.dtype != np.uint16
+                to[:, target] = bfloat16_numbers(part) if bits else part
 
     def write(self, item: int, start: int, keys: Array, values: Array) -> None:
-        """Copies keys (kv_heads, n, head_dim) and values to the tokens start ... start + n - 1 of an opened item."""
+        """Copies keys (kv_heads, n, head_dim) and values, both in the pool's dtype, to the tokens start ...
+        start + n - 1 of an opened item."""
         for address, first, last, offset in self.parts(item, start, start + keys.shape[1]):
             source = slice(offset, offset + last - first)
             slots = np.arange(first, last)

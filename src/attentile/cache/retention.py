@@ -29,7 +29,7 @@ from ..positions.items import kept_options, rotate_items, row_positions
 from ..positions.rotary import rotary_embedding
 from ..positions.scaling import depends_on_length
 from ..runtime import backend
-from ..storage import ready
+from .formats import read_format
 from .guard import Guard
 from .pages import PagePool, PageTable
 
@@ -46,18 +46,6 @@ _PLACING = {"causal", "q_start", "key_lengths"}  # options that put queries else
 def _count(name: str, value: Any, least: int) -> int:
     wanted = f"at least {least}"
     return integer("KVCache", name, value, least, wanted=f"an integer, {wanted}", otherwise=wanted)
-
-
-def _storage_dtype(dtype: DTypeLike) -> np.dtype[Any]:
-    try:
-        found = np.dtype(dtype)
-    except TypeError:
-        found = None
-    if found is None or found not in (np.float32, np.float64):
-        raise TypeError(
-            f"KVCache: dtype is {dtype!r}; the storage can be float32 or float64 (half precision fits float32)"
-        )
-    return np.dtype(found.type)  # without metadata
 
 
 def _window(window: Any) -> tuple[int, int] | None:
@@ -122,7 +110,8 @@ class Held:
         self.head_dim = _count("head_dim", head_dim, 1)
         self.value_dim = self.head_dim if value_dim is None else _count("value_dim", value_dim, 1)
         self.capacity = None if capacity is None else _count("capacity", capacity, 1)
-        self.dtype = _storage_dtype(dtype)
+        self.format = read_format(dtype)
+        self.dtype = self.format.dtype
         self.window = _window(window)
         self.left = FAR if self.window is None else self.window[0]
         self.sink_tokens = _count("sink_tokens", sink_tokens, 0)
@@ -136,9 +125,9 @@ class Held:
         pages = self._pages_per_item(batch, size)
         self.rotary = kept_options("KVCache", rotary)
         if self.rotary is not None:  # its own checks, before anything is stored
-            rotate_items(np.zeros((1, 1, 1, self.head_dim), self.dtype), 0, self.rotary)
+            rotate_items(np.zeros((1, 1, 1, self.head_dim), self.format.compute), 0, self.rotary)
         _check_sink_positions(self.sink_positions, self.sink_tokens, self.rotary)
-        pool = PagePool(self.kv_heads, self.head_dim, self.value_dim, size, self.dtype)
+        pool = PagePool(self.kv_heads, self.head_dim, self.value_dim, size, self.format.items)
         pool.grow(batch * pages)
         self.pages = PageTable(pool, np.zeros((batch, pages), np.intp))
         self.page_shape = (self.kv_heads, size, self.head_dim, self.value_dim)  # as the core takes it
@@ -154,7 +143,7 @@ class Held:
             kept = min(self.sink_tokens, capacity)
             pages = -(-kept // size) + (capacity - kept + 2 * size - 2) // size
         needed = max(batch, 1) * max(pages, 1) * size * self.kv_heads * (self.head_dim + self.value_dim)
-        if needed * self.dtype.itemsize > sys.maxsize:
+        if needed * self.format.items.itemsize > sys.maxsize:
             raise ValueError(
                 f"KVCache: batch {batch}, kv_heads {self.kv_heads}, head_dim {self.head_dim}, value_dim "
                 f"{self.value_dim}, capacity {self.capacity}: the storage would be larger than all memory that can be "
@@ -180,7 +169,7 @@ class Held:
             left = -1 if self.window is None else self.window[0]
             capacity = -1 if self.capacity is None else self.capacity
             limits = (left, self.sink_tokens, capacity)
-            self.guard = backend.compiled.CacheView(self.page_shape, self.dtype, limits, self.rotary is not None)
+            self.guard = backend.compiled.CacheView(self.page_shape, str(self.dtype), limits, self.rotary is not None)
         self.replaced()
 
     def replaced(self, writable: Index | None = None) -> None:
@@ -205,12 +194,14 @@ class Held:
 
     # ---- tokens in ----
 
-    def append(self, k: ArrayLike, v: ArrayLike, lengths: ArrayLike | None, keep: bool = False) -> None:
-        """KVCache.append. keep: pages of evicted tokens stay, for attempt()."""
+    def append(
+        self, k: ArrayLike, v: ArrayLike, lengths: ArrayLike | None, bits: bool = False, keep: bool = False
+    ) -> None:
+        """KVCache.append. bits: those of uint16 hold bfloat16. keep: pages of evicted tokens stay, for attempt()."""
         view = self.view()
         if view is not None and lengths is None:
             given = k if self.rotary is None else self.rotated(k, 0, {})
-            if given is not None and view.append(given, v):
+            if given is not None and view.append(given, v, bits):
                 return
         k, v = self._incoming("k", k, self.head_dim), self._incoming("v", v, self.value_dim)
         n = k.shape[2]
@@ -222,9 +213,12 @@ class Held:
         before = self.held_from  # an item that gets nothing has no new row, so it loses nothing
         held_from = np.where(counts > 0, np.maximum(before, self.lengths - self.left), before)
         self.check_capacity(counts, held_from)
-        k, v = ready(k, self.dtype), ready(v, self.dtype)  # copies come before changes: there may be no memory for them
+        # Copies come before changes: there may be no memory for them.
+        k, v = self.format.incoming(k, self.rotary is not None, bits), self.format.incoming(v, False, bits)
         if self.rotary is not None and k.size:
             k = rotate_items(k, row_positions(self.lengths, counts, n), self.rotary)
+        if backend.active is None:
+            k, v = self.format.stored(k), self.format.stored(v)
         table, writable = self.pages.table, None
         self.guard.bind(None)
         self.held_from = held_from
@@ -241,7 +235,7 @@ class Held:
 
     def _incoming(self, name: str, value: ArrayLike, width: int) -> Array:
         array = as_array("KVCache.append", name, value)
-        if not np.can_cast(array.dtype, self.dtype, "same_kind"):
+        if not np.can_cast(array.dtype, self.format.compute, "same_kind"):
             raise TypeError(
                 f"KVCache.append: {name} has dtype {array.dtype}; it must be real numbers, which become {self.dtype}"
             )
@@ -254,13 +248,13 @@ class Held:
         return array
 
     def rotated(self, x: ArrayLike, before: int, options: Mapping[str, Any]) -> Array | None:
-        """x rotated, if it is in the cache's dtype and all items have one length; else None.
+        """x rotated, if it is in the dtype of the arithmetic and all items have one length; else None.
 
         before: 0, tokens that come next; -1, queries of the last tokens, with the options of attend.
         """
         if before and (self.sink_positions == "cache" or not _PLACING.isdisjoint(options)):
             return None
-        fits = type(x) is np.ndarray and x.dtype is self.dtype and x.ndim == 4 and x.size > 0
+        fits = type(x) is np.ndarray and x.dtype is self.format.compute and x.ndim == 4 and x.size > 0
         if not fits or x.shape[0] != self.batch or x.shape[3] != self.head_dim:  # type: ignore[union-attr]
             return None
         length = int(self.lengths[0])
@@ -282,10 +276,13 @@ class Held:
             )
 
     def write(self, k: Array, v: Array, starts: Index, counts: Index) -> None:
-        """Backend: the first counts[b] tokens of item b go to starts[b] ... of opened pages. k, v: as ready() gives."""
+        """Backend: the first counts[b] tokens of item b go to starts[b] ... of opened pages.
+
+        k, v: as incoming() of the format gives them, or, where NumPy computes, stored().
+        """
         core = backend.active
         if core is not None and k.size:
-            core.store_tokens(k, v, self.page_shape, self.pages.table, starts, counts)
+            core.store_tokens(k, v, self.page_shape, str(self.dtype), self.pages.table, starts, counts)
         else:
             for item, n in enumerate(counts):
                 self.pages.write(item, int(starts[item]), k[item, :, :n], v[item, :, :n])
@@ -303,14 +300,16 @@ class Held:
         """The runs of each item that the row of its last token sees."""
         return [self.runs(item, end - self.left - 1) for item, end in enumerate(self.lengths.tolist())]
 
-    def copies(self, runs: list[list[tuple[int, int]]], gaps: bool = False) -> tuple[Array, Array]:
+    def copies(
+        self, runs: list[list[tuple[int, int]]], dtype: np.dtype[Any], gaps: bool = False
+    ) -> tuple[Array, Array]:
         """Keys and values (batch, kv_heads, n, width) of the runs of tokens of each item; elsewhere zeros.
 
-        gaps: every token stands at its own place; else they are in a row.
+        dtype: one of those of the format. gaps: every token stands at its own place; else they are in a row.
         """
         n = self.length if gaps else max((sum(end - first for first, end in item) for item in runs), default=0)
-        k = np.zeros((self.batch, self.kv_heads, n, self.head_dim), self.dtype)
-        v = np.zeros((self.batch, self.kv_heads, n, self.value_dim), self.dtype)
+        k = np.zeros((self.batch, self.kv_heads, n, self.head_dim), dtype)
+        v = np.zeros((self.batch, self.kv_heads, n, self.value_dim), dtype)
         for item, own in enumerate(runs):
             at = 0
             for first, end in own:

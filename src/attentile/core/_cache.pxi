@@ -6,16 +6,24 @@
 
 cdef struct Layout:
     Py_ssize_t kv_heads, page_keys, width, value_width
+    int format                                  # AT_F16 ...
+    Py_ssize_t item                             # bytes of a number
+
+cdef dict STORED = {"float16": AT_F16, "bfloat16": AT_BF16, "float32": AT_F32, "float64": AT_F64}
 
 
-cdef inline Layout layout_of(tuple shape):
+cdef inline Layout layout_of(tuple shape, str dtype):
     cdef Layout layout
     layout.kv_heads, layout.page_keys, layout.width, layout.value_width = shape
+    layout.format = STORED[dtype]
+    layout.item = AT_SIZE_OF(layout.format)
     return layout
 
 
 cdef inline void bind_pages(Job *job, const Layout *layout, const Py_ssize_t[:, ::1] table) noexcept nogil:
-    cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize
+    cdef Py_ssize_t item = layout.item
+    job.k_format = layout.format
+    job.v_format = layout.format
     job.value_width = layout.value_width
     job.key_step = AT_PANEL
     job.k.row, job.k.head = layout.width * item, layout.page_keys * layout.width * item
@@ -27,39 +35,87 @@ cdef inline void bind_pages(Job *job, const Layout *layout, const Py_ssize_t[:, 
 # ---------------------------------------------------------------------------------------------------------------
 # Tokens in
 # ---------------------------------------------------------------------------------------------------------------
-cdef void store_keys(const at_tiles *tiles, char *page, const char *rows, Py_ssize_t stride, Py_ssize_t width,
-                     Py_ssize_t slot, Py_ssize_t n) noexcept nogil:
-    """n keys to the slots slot ... of one head's panels: whole panels by the tile, the others one by one."""
-    cdef Py_ssize_t item = <Py_ssize_t> tiles.itemsize, whole, d
+# Keys or values of an append, of a format of their own.
+cdef struct Tokens:
+    Strided rows
+    int format
+
+cdef enum:
+    SLICE = 64                                  # widths that are brought into panels, or narrowed, at once
+
+
+cdef inline const at_tiles *tiles_of(int format) noexcept nogil:
+    return active.f64 if format == AT_F64 else active.f32
+
+
+cdef void store_panels(const Layout *layout, char *to, const char *rows, const Tokens *k,
+                       Py_ssize_t keys) noexcept nogil:
+    """Whole panels of keys, which are to be rounded to 16 bits: brought into panels as they are, in scratch."""
+    cdef char memory[SLICE * AT_PANEL * 8 + AT_ALIGN]
+    cdef void *scratch = <void *> ((<uintptr_t> memory + AT_ALIGN) & ~(<uintptr_t> AT_ALIGN - 1))
+    cdef const at_tiles *tiles = tiles_of(k.format)
+    cdef Py_ssize_t d, n, j
+    for j in range(keys // AT_PANEL):
+        d = 0
+        while d < layout.width:
+            n = min(<Py_ssize_t> SLICE, layout.width - d)
+            tiles.to_panels(scratch, rows + d * AT_SIZE_OF(k.format), k.rows.row, n, AT_PANEL)
+            tiles.narrow(to + d * AT_PANEL * layout.item, scratch, n * AT_PANEL, layout.format)
+            d += n
+        to += AT_PANEL * layout.width * layout.item
+        rows += AT_PANEL * k.rows.row
+
+
+cdef void store_key(const Layout *layout, char *to, const char *row, int format) noexcept nogil:
+    """One key to its place in a panel, the first element at `to`."""
+    cdef uint16_t scratch[SLICE]
+    cdef const uint16_t *halves
+    cdef Py_ssize_t d = 0, x, n
+    if layout.format == AT_F32:
+        for d in range(layout.width):
+            (<float *> to)[d * AT_PANEL] = (<const float *> row)[d]
+    elif layout.format == AT_F64:
+        for d in range(layout.width):
+            (<double *> to)[d * AT_PANEL] = (<const double *> row)[d]
+    else:
+        while d < layout.width:
+            n = min(<Py_ssize_t> SLICE, layout.width - d)
+            halves = <const uint16_t *> row + d
+            if format != layout.format:
+                tiles_of(format).narrow(<char *> scratch, row + d * AT_SIZE_OF(format), n, layout.format)
+                halves = scratch
+            for x in range(n):
+                (<uint16_t *> to)[(d + x) * AT_PANEL] = halves[x]
+            d += n
+
+
+cdef void store_keys(const Layout *layout, char *page, const char *rows, const Tokens *k, Py_ssize_t slot,
+                     Py_ssize_t n) noexcept nogil:
+    """n keys to the slots slot ... of one head's panels: whole panels by tiles, the others one by one."""
+    cdef Py_ssize_t whole
     cdef char *to
     while n > 0:
-        to = page + slot // AT_PANEL * AT_PANEL * width * item
-        if slot % AT_PANEL == 0 and n >= AT_PANEL:
+        to = page + slot // AT_PANEL * AT_PANEL * layout.width * layout.item
+        if slot % AT_PANEL == 0 and n >= AT_PANEL and (k.format != layout.format or layout.item > 2):
             whole = n // AT_PANEL * AT_PANEL
-            tiles.to_panels(to, rows, stride, width, whole)
-            rows += whole * stride
-            slot += whole
-            n -= whole
-            continue
-        to += slot % AT_PANEL * item
-        if item == 4:
-            for d in range(width):
-                (<float *> to)[d * AT_PANEL] = (<const float *> rows)[d]
+            if k.format == layout.format:
+                tiles_of(k.format).to_panels(to, rows, k.rows.row, layout.width, whole)
+            else:
+                store_panels(layout, to, rows, k, whole)
         else:
-            for d in range(width):
-                (<double *> to)[d * AT_PANEL] = (<const double *> rows)[d]
-        rows += stride
-        slot += 1
-        n -= 1
+            whole = 1
+            store_key(layout, to + slot % AT_PANEL * layout.item, rows, k.format)
+        rows += whole * k.rows.row
+        slot += whole
+        n -= whole
 
 
-cdef void store_item(const Layout *layout, size_t itemsize, const Py_ssize_t *pages, Py_ssize_t first, Py_ssize_t n,
-                     const Strided *k, const Strided *v, Py_ssize_t b) noexcept nogil:
+cdef void store_item(const Layout *layout, const Py_ssize_t *pages, Py_ssize_t first, Py_ssize_t n, const Tokens *k,
+                     const Tokens *v, Py_ssize_t b) noexcept nogil:
     """n tokens of item b, which are its tokens first ... on these pages, page by page and head by head."""
-    cdef const at_tiles *tiles = active.f32 if itemsize == sizeof(float) else active.f64
-    cdef Py_ssize_t item = <Py_ssize_t> itemsize, done = 0, slot, part, h, j
-    cdef Py_ssize_t key_head = layout.page_keys * layout.width * item
-    cdef Py_ssize_t value_row = layout.value_width * item, value_head = layout.page_keys * value_row
+    cdef Py_ssize_t done = 0, slot, part, h, j
+    cdef Py_ssize_t key_head = layout.page_keys * layout.width * layout.item
+    cdef Py_ssize_t value_row = layout.value_width * layout.item, value_head = layout.page_keys * value_row
     cdef char *page
     cdef char *to
     while done < n:
@@ -67,37 +123,60 @@ cdef void store_item(const Layout *layout, size_t itemsize, const Py_ssize_t *pa
         part = min(n - done, layout.page_keys - slot)
         page = <char *> pages[(first + done) // layout.page_keys]
         for h in range(layout.kv_heads):
-            store_keys(tiles, page + h * key_head, at(k, b, h, done), k.row, layout.width, slot, part)
+            store_keys(layout, page + h * key_head, at(&k.rows, b, h, done), k, slot, part)
             to = page + layout.kv_heads * key_head + h * value_head + slot * value_row
             for j in range(part):
-                memcpy(to + j * value_row, at(v, b, h, done + j), value_row)
+                if v.format == layout.format:
+                    memcpy(to + j * value_row, at(&v.rows, b, h, done + j), value_row)
+                else:
+                    tiles_of(v.format).narrow(to + j * value_row, at(&v.rows, b, h, done + j),
+                                              layout.value_width, layout.format)
         done += part
 
 
-cdef int store_typed(const real[:, :, :, :] k, const real[:, :, :, :] v, const Layout *layout,
-                     const Py_ssize_t[:, ::1] table, const Py_ssize_t[::1] starts,
-                     const Py_ssize_t[::1] counts) except -1:
-    cdef Py_ssize_t b
-    cdef Strided keys, values
-    bind_four(&keys, &k[0, 0, 0, 0], k.strides)
-    bind_four(&values, &v[0, 0, 0, 0], v.strides)
-    with nogil:
-        for b in range(k.shape[0]):
-            if counts[b] > 0:
-                store_item(layout, sizeof(real), &table[b, 0], starts[b], counts[b], &keys, &values, b)
-    return 0
+cdef bint take_tokens(Batch *batch, Tokens *tokens, array, int format, const Layout *layout,
+                      Py_ssize_t width) except -1:
+    """k or v (B, H, n, width), if it is in the format of the pages or is rounded to it, and can be read as it is."""
+    cdef Py_buffer *view
+    tokens.format = format
+    if tokens.format != layout.format and not (layout.item == 2 and tokens.format >= AT_F32):
+        return False
+    view = borrow(batch, array.view(uint16) if format == AT_BF16 else array)
+    if view.shape[1] != layout.kv_heads or view.shape[3] != width or is_empty(view):
+        return False
+    tokens.rows.data = <char *> view.buf
+    tokens.rows.batch = view.strides[0]
+    tokens.rows.head = view.strides[1]
+    tokens.rows.row = view.strides[2]
+    return is_direct(view, view.itemsize)
 
 
-def store_tokens(k, v, tuple shape, table, starts, counts):
+cdef inline int stored_format(dtype, bint bits) except -2:
+    return AT_BF16 if bits and dtype is uint16 else format_of(dtype)
+
+
+def store_tokens(k, v, tuple shape, str dtype, const Py_ssize_t[:, ::1] table, const Py_ssize_t[::1] starts,
+                 const Py_ssize_t[::1] counts):
     """The first counts[b] tokens of k, v (B, H, n, width) to starts[b] ... on opened pages; last axis contiguous.
 
-    shape: (kv_heads, page_keys, width, value_width). table (B, pages) of addresses, starts, counts (B,), all intp.
+    shape: (kv_heads, page_keys, width, value_width). dtype: of the pages, and of k and v; those of 16 bits take float32
+    and float64 too, and the bits of bfloat16 as uint16. table (B, pages) of addresses, starts, counts (B,), all intp.
     """
-    cdef Layout layout = layout_of(shape)
-    if k.itemsize == 4:
-        store_typed[float](k, v, &layout, table, starts, counts)
-    else:
-        store_typed[double](k, v, &layout, table, starts, counts)
+    cdef Layout layout = layout_of(shape, dtype)
+    cdef Batch batch
+    cdef Tokens keys, values
+    cdef Py_ssize_t b
+    open_batch(&batch)
+    try:
+        if not (take_tokens(&batch, &keys, k, stored_format(k.dtype, True), &layout, layout.width)
+                and take_tokens(&batch, &values, v, stored_format(v.dtype, True), &layout, layout.value_width)):
+            raise SystemError("attentile: the core does not take what was checked; please report this call")
+        with nogil:
+            for b in range(counts.shape[0]):
+                if counts[b] > 0:
+                    store_item(&layout, &table[b, 0], starts[b], counts[b], &keys, &values, b)
+    finally:
+        close_batch(&batch)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -106,7 +185,7 @@ def store_tokens(k, v, tuple shape, table, starts, counts):
 cdef class CacheView:
     """The arrays of a KVCache, held ready for its calls, and the guard that keeps calls apart that must not meet.
 
-    shape and table as in store_tokens; lengths and held_from (B,) are read and, by append and truncate, written;
+    shape, dtype and table as in store_tokens; lengths and held_from (B,) are read and, by append and truncate, written;
     writable (B,): tokens up to which an item's pages are there and its own. left, kept, capacity: window, sink_tokens
     and capacity of the cache, -1 for none; rotary: queries have positions even if nothing else asks for them. What a
     method answers with False or None is for Python to convert or explain. inside: the caller is in a block of using();
@@ -121,12 +200,10 @@ cdef class CacheView:
     cdef const Py_ssize_t[::1] writable
     cdef Py_ssize_t left, kept, capacity
     cdef bint rotary
-    cdef object dtype
 
-    def __init__(self, tuple shape, dtype, tuple limits, bint rotary):
-        self.layout = layout_of(shape)
+    def __init__(self, tuple shape, str dtype, tuple limits, bint rotary):
+        self.layout = layout_of(shape, dtype)
         self.left, self.kept, self.capacity = limits
-        self.dtype = dtype
         self.rotary = rotary
 
     def bind(self, arrays):
@@ -140,18 +217,17 @@ cdef class CacheView:
         """A block that has the cache for itself, to change it, or reads it; else RuntimeError with this text."""
         return Using(self, change, refusal)
 
-    def append(self, k, v, bint inside=True):
-        """Tokens k, v (B, H, n, width) for every item, if they fit into open pages and no page is to be evicted."""
-        if type(k) is not ndarray or type(v) is not ndarray or k.dtype is not self.dtype or v.dtype is not self.dtype:
+    def append(self, k, v, bint bits, bint inside=True):
+        """Tokens k, v (B, H, n, width) for every item, if they fit into open pages and no page is to be evicted.
+
+        bits: those of uint16 hold bfloat16.
+        """
+        if type(k) is not ndarray or type(v) is not ndarray:
             return False
         if k.ndim != 4 or v.ndim != 4 or not (inside or at_guard_enter(&self.users, True)):
             return False
         try:
-            if not self.bound:
-                return False
-            if self.dtype is float32:
-                return append_typed[float](self, k, v)
-            return append_typed[double](self, k, v)
+            return self.bound and append_tokens(self, k, v, bits)
         finally:
             if not inside:
                 at_guard_leave(&self.users, True)
@@ -252,32 +328,29 @@ cdef bint may_append(CacheView view, Py_ssize_t n):
     return True
 
 
-cdef inline bint is_direct_four(const real[:, :, :, :] a) noexcept nogil:
-    """Whether a non-empty array can be read as it is: last axis contiguous, every row aligned to its elements."""
-    cdef Py_ssize_t item = sizeof(real)
-    if a.strides[3] != item and a.shape[3] > 1:
-        return False
-    return ((<Py_ssize_t> &a[0, 0, 0, 0] | a.strides[0] | a.strides[1] | a.strides[2]) & (item - 1)) == 0
-
-
-cdef bint append_typed(CacheView view, const real[:, :, :, :] k, const real[:, :, :, :] v) except -1:
-    cdef Py_ssize_t b, n = k.shape[2], batch = k.shape[0]
+cdef bint append_tokens(CacheView view, k, v, bint bits) except -1:
     cdef Layout *layout = &view.layout
-    cdef Strided keys, values
-    if (batch != view.lengths.shape[0] or v.shape[0] != batch or v.shape[2] != n or n == 0 or batch == 0
-            or k.shape[1] != layout.kv_heads or v.shape[1] != layout.kv_heads or k.shape[3] != layout.width
-            or v.shape[3] != layout.value_width or not is_direct_four(k) or not is_direct_four(v)
-            or not may_append(view, n)):
-        return False
-    bind_four(&keys, &k[0, 0, 0, 0], k.strides)
-    bind_four(&values, &v[0, 0, 0, 0], v.strides)
-    with nogil:
-        for b in range(batch):
-            store_item(layout, sizeof(real), &view.table[b, 0], view.lengths[b], n, &keys, &values, b)
-            if view.left >= 0:
-                view.held_from[b] = max(view.held_from[b], view.lengths[b] - view.left)
-            view.lengths[b] += n
-    return True
+    cdef Batch batch
+    cdef Tokens keys, values
+    cdef Py_ssize_t b, n, items = view.lengths.shape[0]
+    open_batch(&batch)
+    try:
+        if not (take_tokens(&batch, &keys, k, stored_format(k.dtype, bits), layout, layout.width)
+                and take_tokens(&batch, &values, v, stored_format(v.dtype, bits), layout, layout.value_width)):
+            return False
+        n = batch.views[0].shape[2]
+        if (batch.views[0].shape[0] != items or batch.views[1].shape[0] != items or batch.views[1].shape[2] != n
+                or not may_append(view, n)):
+            return False
+        with nogil:
+            for b in range(items):
+                store_item(layout, &view.table[b, 0], view.lengths[b], n, &keys, &values, b)
+                if view.left >= 0:
+                    view.held_from[b] = max(view.held_from[b], view.lengths[b] - view.left)
+                view.lengths[b] += n
+        return True
+    finally:
+        close_batch(&batch)
 
 
 cdef int take_pages(Call *call, CacheView view, q) except -1:
@@ -285,7 +358,16 @@ cdef int take_pages(Call *call, CacheView view, q) except -1:
     cdef Job *job = &call.job
     cdef Py_buffer *queries = &call.batch.views[0]
     cdef Py_ssize_t b
-    if not take_queries(call, q) or queries.ndim != 4 or <object> call.dtype is not view.dtype:
+    job.q_format = format_in(call, q)
+    if job.q_format < 0:
+        return 0
+    take_arithmetic(call, view.layout.format == AT_F64)
+    if job.q_format == view.layout.format:
+        job.out_format = job.q_format
+        call.result = <PyObject *> q.dtype
+    elif job.q_format != own_format(job):
+        return 0
+    if not take_queries(call, q) or queries.ndim != 4:
         return 0
     for b in range(view.lengths.shape[0]):
         job.keys = max(job.keys, view.lengths[b])

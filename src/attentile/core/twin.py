@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..storage import kept_finite
-from .constants import LOG2E
+from ..storage import kept_finite, widened
+from .constants import LOG2E, MIN_POWER
 
 Array = NDArray[Any]
 Place = tuple[slice, ...]
@@ -33,6 +33,7 @@ _BLOCK = 2**19  # scores: 2 MiB in float32 stay in a cache; more products would 
 _LEAST_ROWS = 64  # of a group, if there are so many: products of fewer rows wait for the keys
 _FEW_KEYS = 64  # it takes longer to find those that no row sees than to compute all
 _EVERY = slice(None)
+_LEAST = {itemsize: power / LOG2E for itemsize, power in MIN_POWER.items()}  # score of the smallest weight
 _LOWEST = {np.dtype(real).itemsize: np.finfo(real).min for real in (np.float32, np.float64)}
 
 
@@ -70,6 +71,16 @@ def cut(array: Array, place: Place | None, tail: int = 1) -> Array:
     return array[tuple(side if n > 1 else _EVERY for side, n in zip(sides, array.shape, strict=False))]
 
 
+def weights_of(scores: Array) -> Array:
+    """exp(scores), in their place; 0 below the smallest weight of kernels.h: BLAS is slow with subnormals, too."""
+    least = _LEAST[scores.itemsize]
+    if not scores.min(initial=0) >= least:
+        tiny = (scores < least) & (scores > 2 * least)  # of what is smaller, such as -inf, exp is 0 anyway
+        if tiny.any():
+            _exclude(scores, tiny)
+    return np.exp(scores, out=scores)
+
+
 # ---- scores ----
 
 
@@ -101,8 +112,9 @@ class _Blocks:
     def __init__(self, scores: Any) -> None:
         self.source, self.drop = scores, scores.drop
         self.group = scores.heads // max(scores.kv_heads, 1)
-        self.q = scores.q if scores.q.ndim > 2 or self.drop else scores.q[None]
-        axes = self.q.shape[:-3], scores.k.shape[:-3]
+        q, self.k = widened(scores.q, scores.compute), widened(scores.k, scores.compute)
+        self.q = q if q.ndim > 2 or self.drop else q[None]
+        axes = self.q.shape[:-3], self.k.shape[:-3]
         self.narrow = scores.lead not in axes and np.broadcast_shapes(*axes) != scores.lead  # scores lack batch axes
         self.intervals = scores.structure.intervals(scores.queries, scores.keys)
         self.errors: Any = None if scores.score_mod is None else np.geterr()
@@ -152,13 +164,13 @@ class _Blocks:
         source = self.source
         keys, excluded = self.exclusions(place)
         q = np.multiply(cut(self.q, place), self.q.dtype.type(source.scale), order="C")
-        scores = self.product(q, self.by_key_head(source.k, place, keys).swapaxes(-1, -2))
+        scores = self.product(q, self.by_key_head(self.k, place, keys).swapaxes(-1, -2))
         if self.narrow:
             scores = np.broadcast_to(scores, self.shape(place) + scores.shape[-1:]).copy()
         if source.softcap is not None:
             _cap(scores, source.softcap)
         if source.bias is not None:
-            bias = kept_finite(self.by_score(source.bias, place, keys), scores.dtype)
+            bias = self.bias(place, keys)
             scores += bias
             if not bias.min() > -np.inf:
                 excluded.append((_EVERY, bias == -np.inf))
@@ -177,6 +189,11 @@ class _Blocks:
             array = array[0]
         array = cut(array, place)
         return array[..., keys] if array.shape[-1:] > (1,) else array
+
+    def bias(self, place: Place | None, keys: slice) -> Array:
+        """The part of the bias, in the dtype of the scores."""
+        bias = self.by_score(self.source.bias, place, keys)
+        return widened(bias, self.q.dtype) if bias.dtype == np.uint16 else kept_finite(bias, self.q.dtype)
 
     def exclusions(self, place: Place | None) -> tuple[slice, list[tuple[slice, Array]]]:
         """The keys of a block, and what structure and mask exclude of them."""
@@ -312,11 +329,11 @@ def _weighed(blocks: _Blocks, block: _Block, v: Array | None) -> _Rows:
     if before is not None:
         m = np.maximum(m, before.m)
     weights -= m
-    np.exp(weights, out=weights)
+    weights_of(weights)
     total = np.add.reduce(weights, axis=-1, keepdims=True)
     values = total[..., :0] if v is None else _values(blocks, block, v)
     if before is not None:
-        share = np.exp(before.m - m)
+        share = weights_of(before.m - m)
         total, values = total + share * before.total, values + share * before.values
     return _Rows(m, total, values, bool(total.all()))
 
@@ -338,7 +355,7 @@ def _shares(block: _Block, total: Array) -> Array:
     return weights if total.min() > 0 else np.where(block.allowed(), weights, 0)
 
 
-def _write(outputs: Any, block: _Block, rows: _Rows, sink: Array | None) -> None:
+def _write(scores: Any, outputs: Any, block: _Block, rows: _Rows, sink: Array | None) -> None:
     """Everything that is wanted of a block."""
     place = block.place
     if outputs.partial is not None:
@@ -350,9 +367,12 @@ def _write(outputs: Any, block: _Block, rows: _Rows, sink: Array | None) -> None
         cut(outputs.lse, place, 0)[...] = (rows.m + np.log(_final_total(block, rows, None)))[..., 0]
     if outputs.out is not None:
         total, out = _final_total(block, rows, sink), cut(outputs.out, place)
-        np.divide(rows.values, total, out=out)
+        direct = out.dtype == total.dtype
+        found = np.divide(rows.values, total, out=out if direct else None)
         if not rows.full:
-            np.copyto(out, 0, where=total == 0)
+            np.copyto(found, 0, where=total == 0)
+        if not direct:
+            out[...] = scores.rounded(found)
         if outputs.weights is not None:
             cut(outputs.weights, place)[..., block.keys] = _shares(block, total)
 
@@ -362,11 +382,11 @@ def _write(outputs: Any, block: _Block, rows: _Rows, sink: Array | None) -> None
 
 def attend(scores: Any, v: Array, outputs: Any, threads: int) -> None:
     """The pass over checked values, none of them empty; threads is unused."""
-    blocks = _Blocks(scores)
+    blocks, v = _Blocks(scores), widened(v, scores.compute)
     with np.errstate(all="ignore"):
         for place in blocks.places():
             block = blocks.block(place)
-            _write(outputs, block, _weighed(blocks, block, v), blocks.sinks(place))
+            _write(scores, outputs, block, _weighed(blocks, block, v), blocks.sinks(place))
 
 
 def stats(scores: Any, v: Array, totals: Any, found: Any, threads: int) -> None:
@@ -403,7 +423,7 @@ def _weights_and_entropy(scores: Array, allowed: Array, sink: Array | None) -> t
     """(weights (..., rows, keys), entropies (..., rows)), by the formula of core/_stats.pxi, with sums in float64."""
     m = scores.max(axis=-1, keepdims=True, where=allowed, initial=-np.inf)
     x = np.where(allowed, scores - np.where(np.isneginf(m), 0, m), -np.inf)
-    e = np.exp(x)
+    e = weights_of(x.copy())
     most = np.count_nonzero(x == 0, axis=-1, keepdims=True)
     rest = np.where(x == 0, 0, e).sum(axis=-1, keepdims=True, dtype=np.float64)
     moment = (e * np.maximum(x, _LOWEST[x.itemsize])).sum(axis=-1, keepdims=True, dtype=np.float64)
@@ -423,7 +443,7 @@ def explain(scores: Any, v: Array, out: Array | None, with_weights: bool, thread
         keys, excluded = blocks.exclusions(place)
         allowed = _allowed((*blocks.shape(place), len(range(scores.keys)[keys])), excluded)
         if scores.bias is not None:
-            bias = np.broadcast_to(blocks.by_score(scores.bias, place, keys), allowed.shape)
+            bias = np.broadcast_to(blocks.bias(place, keys), allowed.shape)
             found["bias_excludes"] |= int((bias[allowed] == -np.inf).any())
             allowed &= bias != -np.inf
             found["bias_adds"] |= int((bias[allowed] != 0).any())
@@ -440,6 +460,6 @@ def textbook(q: Array, k: Array, v: Array, scale: float, allowed: Array | None, 
         if allowed is not None:
             weights = np.where(allowed, weights, real(fill))
         weights -= weights.max(axis=-1, keepdims=True)
-        np.exp(weights, out=weights)
+        weights_of(weights)
         weights /= weights.sum(axis=-1, keepdims=True)
         return weights @ v, weights

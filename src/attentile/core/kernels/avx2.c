@@ -44,7 +44,7 @@ INLINE __m256 f32v_copy_sign(__m256 a, __m256 b) {
     return _mm256_or_ps(f32v_abs(a), _mm256_and_ps(_mm256_set1_ps(-0.0f), b));
 }
 INLINE __m256 f32v_round(__m256 x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-/* p * 2^n, 0 where x is below the smallest normal exponent. NaN converts to 0x80000000, whose shift is 0. */
+/* p * 2^n, 0 where x is below the power of the smallest weight. NaN converts to 0x80000000, whose shift is 0. */
 INLINE __m256 f32v_scale_from(__m256 p, __m256 n, __m256 x) {
     const __m256i shift = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
     const __m256 scaled = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), shift));
@@ -77,6 +77,22 @@ INLINE void f32v_transpose(__m256 r[8]) {
     for (int c = 0; c < 8; c++) r[c] = t[c];
 }
 
+INLINE __m256 f32v_load_f16(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+INLINE __m256 f32v_bf16_first(__m256 x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(x), 16)); }
+INLINE __m256 f32v_bf16_second(__m256 x) {
+    return _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(INT32_MIN >> 15)));
+}
+INLINE __m256 f32v_load_bf16(const uint16_t* p) {
+    return f32v_bf16_first(_mm256_castsi256_ps(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p))));
+}
+INLINE __m256 f32v_load_i8(const int8_t* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
+INLINE void f32v_store_f16(uint16_t* p, __m256 x) {
+    _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+
+#define READS_STORED
 #define REAL float
 #define LARGEST FLT_MAX
 #define LANES 8
