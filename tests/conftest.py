@@ -9,6 +9,8 @@ A fixture that a test takes says how much an implementation can change its resul
 `compiled`  the core with its best instruction set
 
 Only what can run here is collected. A line at the end says what was left out, and why.
+
+The whole suite is shared among processes if pytest-xdist is installed; a part of it runs in one.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -106,6 +110,46 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item, reason in zip(items, reasons, strict=True) if reason is None]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """What one worker left out, for the last lines: each collects everything, so all left out the same."""
+    if not LEFT_OUT:
+        LEFT_OUT.update(getattr(node, "workeroutput", {}).get("left_out", {}))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker tells what it left out."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = dict(LEFT_OUT)
+
+
+# More than these gain little, as each collects the suite, and the threads of their calls would crowd the machine.
+MOST_WORKERS = 8
+
+
+def is_whole_suite(config: pytest.Config) -> bool:
+    """Whether everything here is to run, with nobody looking on: no choice of tests, no debugger, no direct output."""
+    options = ("keyword", "markexpr", "lf", "stepwise", "usepdb", "trace", "collectonly")
+    return (
+        [Path(argument).resolve() for argument in config.args] == [Path(__file__).parent]
+        and not any(config.getoption(name, None) for name in options)
+        and config.getoption("capture") != "no"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Share the whole suite among processes, unless the command says how (`-n 0`: in one)."""
+    is_worker = hasattr(config, "workerinput")
+    if is_worker or not config.pluginmanager.hasplugin("xdist") or not is_whole_suite(config):
+        return
+    if config.option.numprocesses is None and config.option.dist == "no":
+        workers = min(config.hook.pytest_xdist_auto_num_workers(config=config), MOST_WORKERS)
+        config.option.numprocesses = workers if workers > 1 else 0
+        config.option.dist = "worksteal"
+        config.option.benchmark_disable = True
 
 
 def pytest_report_header() -> list[str]:

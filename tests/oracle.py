@@ -70,7 +70,7 @@ def first_position(
 
 @remembered
 def allowed_keys(shape: tuple[int, ...], **options: Any) -> Array:
-    """Boolean (..., Hq, L, S) from the rules of the documentation, written the slow and obvious way."""
+    """Boolean (..., Hq, L, S) from the rules of the documentation, written the obvious way, query by query."""
     *lead, _, queries, keys = shape
     batch = tuple(lead)
     allowed = np.ones(shape, bool)
@@ -87,14 +87,19 @@ def allowed_keys(shape: tuple[int, ...], **options: Any) -> Array:
         if segments is not None:
             pair = segments if isinstance(segments, tuple) else (segments, segments)
             q_ids, k_ids = (np.broadcast_to(x, (*batch, n))[item] for x, n in zip(pair, (queries, keys), strict=True))
-        for i, j in np.ndindex(queries, keys):
-            at = first + i
+        j = np.arange(keys)
+        for i in range(queries):
+            at = first + i  # Python's integers, which do not overflow
             seen = j < valid
-            seen &= causal is False or j <= at or j < prefix
-            seen &= (left is None or j >= at - left) and (right is None or j <= at + right)
-            seen &= segments is None or q_ids[i] == k_ids[j]
-            if not seen:
-                allowed[(*item, slice(None), i, j)] = False
+            if causal is not False:
+                seen &= (j <= at) | (j < prefix)
+            if left is not None:
+                seen &= j >= at - left
+            if right is not None:
+                seen &= j <= at + right
+            if segments is not None:
+                seen &= q_ids[i] == k_ids
+            allowed[(*item, slice(None), i)] &= seen
     return allowed
 
 
