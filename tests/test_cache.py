@@ -312,9 +312,18 @@ def test_a_failed_allocation_changes_nothing(monkeypatch):
 # ---- windows ----
 
 
-@pytest.mark.parametrize("capacity", [None, 900])
 @pytest.mark.parametrize(
-    ("left", "sink_tokens"), [(0, 0), (3, 0), (7, 2), (15, 300), (255, 0), (256, 4), (300, 300), (10**30, 1)]
+    ("left", "sink_tokens", "capacity"),
+    [
+        (0, 0, None),
+        (3, 0, 900),
+        (7, 2, None),
+        (15, 300, 900),
+        (255, 0, None),
+        (256, 4, 900),
+        (300, 300, None),
+        (10**30, 1, 900),
+    ],
 )
 def test_window_as_if_nothing_was_dropped(impl, left, sink_tokens, capacity):
     cache = KVCache(2, 1, 4, capacity, value_dim=3, window=(left, 0), sink_tokens=sink_tokens)

@@ -6,6 +6,7 @@ Every rule is a function over sources, which the tests run over the package and 
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import importlib
 import inspect
@@ -71,6 +72,11 @@ def room_of(module: str) -> str:
 # ---- imports ----
 
 
+@functools.cache
+def import_statements(text: str) -> list[ast.Import | ast.ImportFrom]:
+    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def imports(sources: dict[str, str]) -> Iterator[tuple[str, str, str]]:
     """(module, module it imports from, name) of each import within the package, wherever it stands; "" for a module.
 
@@ -79,11 +85,11 @@ def imports(sources: dict[str, str]) -> Iterator[tuple[str, str, str]]:
     modules = {name.removesuffix(".") for name in sources} | {"core._core"}
     for importer, text in sources.items():
         place = importer.split(".")[:-1]
-        for node in ast.walk(ast.parse(text)):
+        for node in import_statements(text):
             if isinstance(node, ast.Import):
                 own = [x.name for x in node.names if x.name.split(".")[0] == "attentile"]
                 yield from ((importer, name.partition(".")[2], "") for name in own)
-            elif isinstance(node, ast.ImportFrom):
+            else:
                 start = place[: len(place) - node.level + 1]
                 if node.level == 0 and (node.module or "").split(".")[0] != "attentile":
                     continue
@@ -275,15 +281,21 @@ def public_functions() -> set[str]:
     return found
 
 
-def too_large(public: set[str]) -> tuple[set[str], set[str]]:
-    """(functions with too many parameters, functions with too many lines) in Python and Cython."""
-    wide, long = set(), set()
+@functools.cache
+def functions_by_module() -> dict[str, list[tuple[str, int, int]]]:
+    """(name, parameters, lines) of each function in Python and Cython."""
     functions = {name.removesuffix("."): [*python_functions(text)] for name, text in python_sources().items()}
     assert sum(map(len, functions.values())) > 250
     for path in [*PACKAGE.glob("core/*.pyx"), *PACKAGE.glob("core/*.pxi")]:
         functions[f"core/{path.name}"] = [*cython_functions(text_of(path))]
         assert functions[f"core/{path.name}"]
-    for module, found in functions.items():
+    return functions
+
+
+def too_large(public: set[str]) -> tuple[set[str], set[str]]:
+    """(functions with too many parameters, functions with too many lines)."""
+    wide, long = set(), set()
+    for module, found in functions_by_module().items():
         for name, parameters, lines in found:
             function = f"{module}:{name}"
             if parameters > PARAMETERS and function not in public:

@@ -296,6 +296,7 @@ def test_strict_floating_point_errors_of_the_caller_do_not_matter():
 # ---- relative-position bias ----
 
 
+@functools.cache
 def slow_bucket(distance: int, bidirectional: bool, num_buckets: int, max_distance: int) -> int:
     """The published rule, with its logarithms taken to 50 digits."""
     bucket = 0

@@ -49,9 +49,11 @@ def ulps(found, expected) -> float:
     return float(np.abs((found.astype(np.float64) - expected) / np.spacing(single)).max())
 
 
-@pytest.mark.parametrize("with_sink", [False, True], ids=["no_sink", "sink"])
 @pytest.mark.parametrize("kind", ["uniform", "normal", "peaked", "ascending", "one key"])
-@pytest.mark.parametrize(("queries", "keys"), [(1, 31), (40, 700), (20, 70_000), (2, 300_000), (1, 1_000_000)])
+@pytest.mark.parametrize(
+    ("queries", "keys", "with_sink"),
+    [(1, 31, False), (1, 31, True), (40, 700, False), (40, 700, True), (20, 70_000, True), (1, 1_000_000, False)],
+)
 def test_errors_of_float32(impl, queries, keys, kind, with_sink):
     """Below 4 ULP for every dtype that is computed in float32. Rows differ by their scale, and scores are exact."""
     if impl == "reference" and keys * queries > 10**6:
@@ -189,13 +191,13 @@ def test_strongest_keys_are_those_of_a_stable_sort(impl, kind, dtype, keys):
     queries = 19
     bias = weights_of(kind, queries, keys, dtype)
     x, same = np.zeros((queries, 1), dtype), np.zeros((keys, 1), dtype)
+    rows = attention_stats(x, same, same, bias=bias, which=("rows",), rows=range(queries)).rows
+    order = np.argsort(np.where(np.isnan(rows), -np.inf, -rows), axis=-1, kind="stable")
+    best = np.take_along_axis(rows, order, axis=-1)
     for top_k in sorted({1, 2, 5, 8, 9, 40, 42, 43, 127, 129, keys - 1, keys, keys + 3}):
-        options = {"which": ("top_k", "rows"), "rows": range(queries), "top_k": top_k}
-        found = attention_stats(x, same, same, bias=bias, **options)
-        order = np.argsort(np.where(np.isnan(found.rows), -np.inf, -found.rows), axis=-1, kind="stable")[:, :top_k]
-        best = np.take_along_axis(found.rows, order, axis=-1)
-        n = order.shape[1]
-        same_bits(found.top_weights[:, :n], best)
-        np.testing.assert_array_equal(found.top_keys[:, :n], np.where(best == 0, -1, order))
+        found = attention_stats(x, same, same, bias=bias, which=("top_k",), top_k=top_k)
+        n = min(top_k, keys)
+        same_bits(found.top_weights[:, :n], best[:, :n])
+        np.testing.assert_array_equal(found.top_keys[:, :n], np.where(best == 0, -1, order)[:, :n])
         assert (found.top_keys[:, n:] == -1).all()
         assert (found.top_weights[:, n:] == 0).all()
