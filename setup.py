@@ -56,7 +56,7 @@ def instruction_sets(target: str) -> dict[str, list[str]]:
 
 
 ISAS = instruction_sets(sysconfig.get_platform())
-PLAIN = ["pool", "dispatch", "bits", "halves", "scalar", "idle"]  # C without an instruction set of its own
+PLAIN = ["pool", "dispatch", "bits", "scalar", "idle"]  # C without an instruction set of its own
 OPTIMISE = ["-O1", "-g"] if DEBUG else ["-O3", "-g0"]
 CFLAGS = [*OPTIMISE, "-std=c11", "-ffp-contract=off", "-fno-math-errno"]
 WARNINGS = ["-Wall", "-Wextra", "-Werror"] if os.environ.get("ATTENTILE_WERROR") == "1" else []

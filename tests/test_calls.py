@@ -95,6 +95,7 @@ CHOICES: dict[str, Any] = {
     "causal": [True, True, False, "upper_left", "lower_right", "middle", 1, None, np.True_],
     "return_lse": [False, True, 1, None],
     "segments": SEGMENTS,
+    "dtype": ["bfloat16", None, "bfloat16", "float16", 1],
 }
 
 

@@ -131,6 +131,9 @@ def attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -> Array
     before : Partial, optional
         Rows that have seen other keys already (`attention_partial`). Positions, key_lengths and so on are relative to
         the keys of this call.
+    dtype : "bfloat16", optional
+        What arrays of uint16 hold: the bits of bfloat16, for which NumPy has no dtype
+        (``tensor.view(torch.uint16).numpy()`` in PyTorch). If q, k and v do, so do the output and the weights.
     return_lse : bool
         Also return the natural logarithm of the sum of exp of the scores, shape (..., Hq, L).
     return_weights : bool
@@ -143,9 +146,9 @@ def attention(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -> Array
     Returns
     -------
     ndarray, shape (..., Hq, L, Dv), or AttentionResult(out, lse, weights)
-        The dtype is that of q, k and v by NumPy's promotion; float16 and bfloat16 are computed in float32 and rounded
-        once, integers and bool become float64. mask, bias and scale never change it. lse is float64 where the
-        arithmetic is, else float32.
+        The dtype is that of q, k and v by NumPy's promotion; float16 and bfloat16 are read as they are stored, computed
+        in float32 and rounded once, integers and bool become float64. mask, bias and scale never change it. lse is
+        float64 where the arithmetic is, else float32.
 
     Raises
     ------
@@ -192,7 +195,7 @@ def attention_partial(q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) 
 
     Parameters
     ----------
-    q, k, v, mask, bias, scale, softcap, alibi_slopes, score_mod, before, num_threads
+    q, k, v, mask, bias, scale, softcap, alibi_slopes, score_mod, before, dtype, num_threads
         As in `attention`. There is no ``sinks``: pass it to the call that finishes the rows.
     causal, q_start, window, key_lengths, prefix_lengths, segments
         As in `attention`, relative to the keys of this call: q_start is the position of query 0 minus that of this

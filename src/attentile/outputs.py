@@ -13,7 +13,6 @@ from .arguments import check_out
 from .core.constants import LOG2E
 from .partial import Partial
 from .scores import Scores
-from .storage import rounded
 
 Array = NDArray[Any]
 
@@ -50,8 +49,6 @@ def why_indirect(given: Array, scores: Scores, v: Array) -> str:
     """Why a backend cannot write the caller's array while it reads scores and values; "" if it can."""
     if scores.score_mod is not None:
         return "score_mod= given"
-    if given.dtype != scores.compute:
-        return f"computed in {scores.compute}"
     if not given.flags.aligned:
         return "not aligned"
     if given.shape[-1] > 1 and given.strides[-1] != given.itemsize:
@@ -70,7 +67,10 @@ class Totals(NamedTuple):
 
 
 class Outputs:
-    """The arrays that a backend writes, in the dtype of the arithmetic and with the caller's axes; None: not wanted."""
+    """The arrays that a backend writes, with the caller's axes; None: not wanted.
+
+    The output is in the dtype of the result, the others are in that of the arithmetic.
+    """
 
     def __init__(self, scores: Scores, v: Array, options: Mapping[str, Any] | None, partial: bool = False) -> None:
         """options: those of `attention` that say what is wanted; None for no output. partial: a Partial is wanted."""
@@ -83,10 +83,11 @@ class Outputs:
             check_out("attention", given, self.shape, scores.dtype)
         self._given: Array | None = given  # the caller's array, which `out` may or may not be
         self.out: Array | None = None
+        result = np.dtype(scores.dtype.type)  # NumPy's own object, by which the core knows it
         if given is not None and not why_indirect(given, scores, v):
-            self.out = given.view(np.ndarray).view(dtype)
+            self.out = given.view(np.ndarray).view(result)
         elif options is not None:
-            self.out = np.empty(self.shape, dtype)
+            self.out = np.empty(self.shape, result)
         self.lse = np.empty(rows, dtype) if wanted.get("return_lse") else None
         self.weights = np.zeros(scores.shape, dtype) if wanted.get("return_weights") else None
         self.partial = self._of_no_keys() if partial else None
@@ -118,21 +119,22 @@ class Outputs:
         for own, there in zip(self.partial or (), before, strict=False):
             own[...] = there
         if self.out is not None:
-            self.out[...] = before.out
+            out = before.out
             if scores.sinks is not None and self.out.size:
                 sinks = scores.sinks if scores.drop else scores.sinks[:, None]
                 with np.errstate(all="ignore"):
                     sink = np.exp2(sinks * LOG2E - before.m)
-                    self.out *= np.where(before.l == 0, 1, before.l / (before.l + sink))[..., None]
+                    out *= np.where(before.l == 0, 1, before.l / (before.l + sink))[..., None]
+            self.out[...] = scores.rounded(out)
 
     def finished(self) -> Array | AttentionResult:
         """The output in the caller's dtype and array; with what else was wanted."""
         assert self.out is not None
-        dtype, out = self._scores.dtype, self._given
+        scores, out = self._scores, self._given
         if out is None:
-            out = rounded(self.out, dtype)
+            out = self.out
         elif not np.may_share_memory(out, self.out):
-            out[...] = rounded(self.out, out.dtype)
+            out[...] = self.out
         if self.lse is None and self.weights is None:
             return out
-        return AttentionResult(out, self.lse, None if self.weights is None else rounded(self.weights, dtype))
+        return AttentionResult(out, self.lse, None if self.weights is None else scores.rounded(self.weights))

@@ -5,8 +5,8 @@
         else  checked(...)          every check again, to explain; or the values converted to what the core takes
               attend(scores, v, outputs)      the core, or the twin, see dispatch.py
 
-A `Scores` is checked and settled: arrays of one dtype, native, aligned, the last axis contiguous, batch axes that
-broadcast to `lead`. CONTRIBUTING.md tells how to add a score change.
+A `Scores` is checked and settled: arrays native, aligned, in the dtype of the arithmetic or one that the core widens to
+it, the last axis contiguous, batch axes that broadcast to `lead`. CONTRIBUTING.md tells how to add a score change.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .arguments import as_array, as_real, check_scale
 from .core.constants import LOG2E
 from .masks import structure
 from .partial import Partial
-from .storage import is_floating, promoted, readable, ready
+from .storage import bfloat16_bits, is_floating, promoted, readable, ready, rounded, stored
 
 Array = NDArray[Any]
 Causal = bool | Literal["upper_left", "lower_right"]
@@ -49,6 +49,7 @@ class ScoreOptions(TypedDict, total=False):
     alibi_slopes: ArrayLike | None
     score_mod: ScoreMod | None
     before: Partial | None
+    dtype: Literal["bfloat16"] | None
     num_threads: int | None
 
 
@@ -123,16 +124,23 @@ def check_mask(mask: Any, shape: tuple[int, ...]) -> Array | None:
     return array.view(np.bool_)  # of NumPy's own bool
 
 
-def _bias(bias: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array | None:
+def holds_bits(dtype: Any) -> bool:
+    """Whether arrays of uint16 hold the bits of bfloat16."""
+    if dtype is not None and str(dtype) != "bfloat16":
+        raise ValueError(f'attention: dtype is {dtype!r}; it says what arrays of uint16 hold: "bfloat16", or None')
+    return dtype is not None
+
+
+def _bias(bias: Any, shape: tuple[int, ...], dtype: np.dtype[Any], bits: bool) -> Array | None:
     """bias as the core reads it; the dtype of the arithmetic is `dtype`."""
     if bias is None:
         return None
     bias = as_array("attention", "bias", bias)
-    if not is_floating(bias.dtype):
+    if not (is_floating(bias.dtype) or (bits and bias.dtype == np.uint16)):
         hint = "pass it as mask=" if bias.dtype == np.bool_ else "convert it with .astype(float)"
         raise TypeError(f"attention: bias has dtype {bias.dtype}; it must be floating ({hint}?)")
     _check_broadcast("bias", bias, shape)
-    return readable(bias, dtype)
+    return readable(bias, dtype, bits)
 
 
 def _lead(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> tuple[int, ...]:
@@ -190,7 +198,8 @@ class Scores:
             name, shape = next((n, x.shape) for n, x in (("q", q), ("k", k), ("v", v)) if x.ndim < 2)
             raise ValueError(f"attention: {name} has shape {shape}; it needs at least two axes, (rows, width)")
         self.drop = q.ndim == k.ndim == v.ndim == 2  # no array has a head axis, so the results have none
-        self.compute, self.dtype = promoted("attention", q, k, v)
+        self.bits = holds_bits(options.get("dtype"))
+        self.compute, self.dtype = promoted("attention", q, k, v, bits=self.bits)
         shapes = [array.shape if array.ndim > 2 else (1, *array.shape) for array in (q, k, v)]
         self.lead = _lead(*shapes)
         self.heads, self.queries, self.width = shapes[0][-3:]
@@ -199,7 +208,7 @@ class Scores:
         self.shape = (*rows, self.keys)  # of the scores, with the caller's axes
         self.scale = _factor(options.get("scale"), self.width, self.compute)
         self.mask = check_mask(options.get("mask"), self.shape)
-        self.bias = _bias(options.get("bias"), self.shape, self.compute)
+        self.bias = _bias(options.get("bias"), self.shape, self.compute, self.bits)
         self.softcap = _softcap(options.get("softcap"))
         self.sinks = _per_head("sinks", options.get("sinks"), self.heads)
         self.slopes = _slopes(options.get("alibi_slopes"), self.heads, self.compute)
@@ -213,8 +222,8 @@ class Scores:
         if same is not None:
             same = same if self.drop else same[..., None, :, :]
             self.mask = same if self.mask is None else self.mask & same
-        self.q = ready(q, self.compute)
-        self.k = k if keep else ready(k, self.compute)
+        self.q = stored(q, self.compute, self.bits)
+        self.k = k if keep else stored(k, self.compute, self.bits)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -227,6 +236,7 @@ class Scores:
             "mask": self.mask,
             "bias": self.bias,
             "before": self.before,
+            "dtype": "bfloat16" if self.bits else None,
             **self.structure.options(),
         }
 
@@ -243,6 +253,12 @@ class Scores:
         """Whether there is no row or no key, so that no result depends on a score."""
         return 0 in self.shape
 
+    def rounded(self, array: Array) -> Array:
+        """A result in the dtype that the caller gets."""
+        if self.bits and self.dtype == np.uint16:
+            return array if array.dtype == self.dtype else bfloat16_bits(array)
+        return rounded(array, self.dtype)
+
     def without_values(self, v: Array) -> Array:
         """A column of zeros in place of values of width 0, for results other than the output."""
         if self.before is not None:
@@ -254,4 +270,4 @@ def checked(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Scores,
     """The scores and the values of a call, or the error that tells what is wrong with it."""
     q, k, v = (as_array("attention", name, array) for name, array in (("q", q), ("k", k), ("v", v)))
     scores = Scores(q, k, v, options)
-    return scores, ready(v, scores.compute)
+    return scores, stored(v, scores.compute, scores.bits)

@@ -32,8 +32,18 @@ def _computed_in(dtype: np.dtype[Any], function: str) -> np.dtype[Any]:
     )
 
 
-def promoted(function: str, *arrays: Array) -> tuple[np.dtype[Any], np.dtype[Any]]:
-    """(dtype of the arithmetic, dtype of the result) for arrays that are used together."""
+def promoted(function: str, *arrays: Array, bits: bool = False) -> tuple[np.dtype[Any], np.dtype[Any]]:
+    """(dtype of the arithmetic, dtype of the result) for arrays that are used together.
+
+    bits: those of uint16 hold bfloat16, for which NumPy has no dtype, and so does the result if all of them do.
+    """
+    if bits:
+        others = [array for array in arrays if array.dtype != np.uint16]
+        if not others:
+            return np.dtype(np.float32), np.dtype(np.uint16)
+        if len(others) < len(arrays):
+            others.append(np.empty(0, np.float32))  # what bfloat16 becomes next to any other dtype
+        return promoted(function, *others)
     given = [array.dtype for array in arrays]
     if given[0] in _NATIVE and given.count(given[0]) == len(given):  # most calls; the rules below take longer
         dtype = np.dtype(given[0].type)
@@ -80,20 +90,6 @@ def halfway(array: Array, dtype: np.dtype[Any]) -> Array:
     return near
 
 
-def bfloat16_bits(array: Array) -> Array:
-    """Real numbers rounded once to bfloat16, as its bits in uint16: NumPy has no such dtype of its own."""
-    single = halfway(array, np.dtype(np.float32))
-    bits = np.ascontiguousarray(single).view(np.uint32)
-    near = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16  # to even; NaN could become Inf
-    return np.where(np.isnan(single), bits >> 16 | 0x40, near).astype(np.uint16)
-
-
-def bfloat16_numbers(bits: Array) -> Array:
-    """The numbers with these bits of bfloat16, in float32, exactly."""
-    wide: Array = (bits.astype(np.uint32) << 16).view(np.float32)
-    return wide
-
-
 def _once(array: Array, convert: Callable[[Array], Array], axes: int) -> Array:
     """convert(array), done once for what the first `axes` axes only repeat, as those that np.broadcast_to makes."""
     if 0 not in array.strides[:axes]:
@@ -110,12 +106,44 @@ def kept_finite(array: Array, dtype: np.dtype[Any]) -> Array:
     return native(array, dtype)
 
 
-def readable(array: Array, dtype: np.dtype[Any]) -> Array:
-    """A floating array as the core reads a bias: of a dtype that it converts as it reads, else in this dtype."""
+def bfloat16_bits(array: Array) -> Array:
+    """Real numbers rounded once to bfloat16, as its bits in uint16: NumPy has no such dtype of its own."""
+    single = halfway(array, np.dtype(np.float32))
+    bits = np.ascontiguousarray(single).view(np.uint32)
+    near = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16  # to even; NaN could become Inf
+    return np.where(np.isnan(single), bits >> 16 | 0x40, near).astype(np.uint16)
+
+
+def bfloat16_numbers(bits: Array) -> Array:
+    """The numbers with these bits of bfloat16, in float32, exactly."""
+    wide: Array = (bits.astype(np.uint32) << 16).view(np.float32)
+    return wide
+
+
+def _widened_by_core(array: Array, bits: bool) -> np.dtype[Any] | None:
+    """The dtype in which the core reads this one, if it widens the numbers as it reads them."""
     own = array.dtype.newbyteorder("=")
-    if own in _NATIVE or own == np.float16 or own.name == "bfloat16":
-        return native(array, np.dtype(own.type))
+    if own in _NATIVE or own == np.float16 or own.name == "bfloat16" or (bits and own == np.uint16):
+        return np.dtype(own.type)
+    return None
+
+
+def readable(array: Array, dtype: np.dtype[Any], bits: bool = False) -> Array:
+    """A bias as the core reads it: of a dtype that it converts as it reads, else in this dtype."""
+    own = _widened_by_core(array, bits)
+    if own is not None:
+        return native(array, own)
     return _once(array, lambda some: kept_finite(some, dtype), array.ndim)
+
+
+def stored(array: Array, dtype: np.dtype[Any], bits: bool = False) -> Array:
+    """Queries, keys or values as the core reads them: likewise, with the last axis contiguous."""
+    return ready(array, _widened_by_core(array, bits) or dtype)
+
+
+def widened(array: Array, dtype: np.dtype[Any]) -> Array:
+    """What stored() or readable() gave, in the dtype of the arithmetic."""
+    return bfloat16_numbers(array).astype(dtype, copy=False) if array.dtype == np.uint16 else native(array, dtype)
 
 
 def native(array: Array, dtype: np.dtype[Any]) -> Array:

@@ -19,8 +19,8 @@ from ..masks import FAR, check_causal, per_item
 from ..outputs import AttentionResult, Outputs
 from ..positions.items import query_positions, rotate_items
 from ..runtime.threads import get_num_threads, threads_for
-from ..scores import Scores, check_mask
-from ..storage import ready, rounded
+from ..scores import Scores, check_mask, holds_bits
+from ..storage import bfloat16_bits, bfloat16_numbers, ready, rounded
 from .retention import Held
 
 Array = NDArray[Any]
@@ -42,7 +42,7 @@ def attend_held(held: Held, q: ArrayLike, options: Mapping[str, Any]) -> Array |
         )
     rows = queries.shape[2]
     with named_in_errors("KVCache.attend"):
-        wide, dtype = held.format.result(queries)
+        wide, dtype = held.format.result(queries, holds_bits(options.get("dtype")))
         if queries.dtype != held.format.compute:
             return _attend_converted(held, queries, options, wide, dtype)
         start, placed = _place(held, rows, options)
@@ -72,11 +72,13 @@ def _attend_converted(
     if out is not None:
         check_out("attention", out, (*q.shape[:3], held.value_dim), dtype)
         options = {**options, "out": None}
-    found = attend_held(held, rounded(q, compute), options)
+    bits = q.dtype == np.uint16 and options.get("dtype") is not None
+    found = attend_held(held, bfloat16_numbers(q) if bits else rounded(q, compute), options)
     if not other:
         return found
     whole = found if isinstance(found, AttentionResult) else AttentionResult(found, None, None)
-    rows, weights = rounded(whole.out, dtype), None if whole.weights is None else rounded(whole.weights, dtype)
+    convert = bfloat16_bits if dtype == np.uint16 else lambda array: rounded(array, dtype)
+    rows, weights = convert(whole.out), None if whole.weights is None else convert(whole.weights)
     if out is None:
         out = rows
     else:
@@ -162,7 +164,6 @@ def _attend(
     view, apart = held.view(), near is not None
     segmented = held.sink_tokens and not apart and options.get("segments") is not None
     on_pages = view is not None and view.bound and options.get("score_mod") is None and not segmented
-    on_pages = on_pages and not held.format.halves  # the compiled pass reads no pages of 16 bits
     if on_pages:  # nothing but their shapes and dtype is asked of keys and values
         shape = (held.batch, held.kv_heads, held.length)
         zero = np.zeros((), held.format.compute)

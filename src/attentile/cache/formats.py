@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from ..storage import bfloat16_bits, halfway, promoted, ready, rounded
+from ..storage import bfloat16_bits, bfloat16_numbers, halfway, promoted, ready, rounded
 
 Array = NDArray[Any]
 
@@ -37,11 +37,15 @@ class Format(NamedTuple):
         """Whether numbers are rounded to 16 bits on their way into a page."""
         return self.items.itemsize == 2
 
-    def incoming(self, array: Array, rotated: bool) -> Array:
+    def incoming(self, array: Array, rotated: bool, bits: bool) -> Array:
         """Tokens with the last axis contiguous, not yet rounded to 16 bits, or in the dtype of `items` already.
 
-        rotated: they are to be rotated first, which takes float32 or float64.
+        rotated: they are to be rotated first, which takes float32 or float64. bits: those of uint16 hold bfloat16.
         """
+        if bits and array.dtype == np.uint16:
+            if self.items == np.uint16 and not rotated:
+                return ready(array, self.items)
+            array = bfloat16_numbers(array)
         if not self.halves:
             return ready(array, self.compute)
         if not rotated and array.dtype.name == str(self.dtype):
@@ -55,11 +59,11 @@ class Format(NamedTuple):
             return array
         return rounded(array, self.items) if self.items == np.float16 else bfloat16_bits(array)
 
-    def result(self, q: Array) -> tuple[np.dtype[Any], np.dtype[Any]]:
+    def result(self, q: Array, bits: bool) -> tuple[np.dtype[Any], np.dtype[Any]]:
         """(dtype of lse, dtype of the result) for these queries: what they and the cache promote to."""
-        own = q.dtype.name == "bfloat16" and str(self.dtype) == "bfloat16"
-        of_cache = q.dtype if own else self.shown
-        return promoted("attention", q, np.empty(0, of_cache))
+        given = q.dtype.name == "bfloat16" or (bits and q.dtype == np.uint16)
+        of_cache = q.dtype if given and str(self.dtype) == "bfloat16" else self.shown
+        return promoted("attention", q, np.empty(0, of_cache), bits=bits)
 
 
 def _formats() -> dict[str, Format]:

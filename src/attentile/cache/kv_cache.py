@@ -12,10 +12,12 @@ from typing import Any, Literal, Unpack
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from ..arguments import named_in_errors
 from ..attention import AllOptions
 from ..outputs import AttentionResult
 from ..positions.items import copied_options
 from ..runtime.threads import get_num_threads
+from ..scores import holds_bits
 from . import file as cache_file
 from .attend import attend_held, result_of
 from .file import File
@@ -183,7 +185,14 @@ class KVCache:
 
     # ---- tokens in ----
 
-    def append(self, k: ArrayLike, v: ArrayLike, *, lengths: ArrayLike | None = None) -> None:
+    def append(
+        self,
+        k: ArrayLike,
+        v: ArrayLike,
+        *,
+        lengths: ArrayLike | None = None,
+        dtype: Literal["bfloat16"] | None = None,
+    ) -> None:
         """Adds tokens at the end of each item.
 
         Parameters
@@ -194,21 +203,28 @@ class KVCache:
             Values.
         lengths : int or array_like of int (one per item), optional
             Tokens of each item that count, the first ones of its row; the others are padding and never read.
+        dtype : "bfloat16", optional
+            What arrays of uint16 hold: the bits of bfloat16, as in `attention`. Else they are integers.
 
         Raises
         ------
         TypeError, ValueError
-            Wrong shapes or dtypes, lengths beyond n, more tokens than the capacity. The cache is then as before.
+            Wrong shapes or dtypes, lengths beyond n, more tokens than the capacity, another dtype=. The cache is then
+            as before.
         IndexError
             A token at a position for which the tables of `rotary` have no row. The cache is then as before.
         RuntimeError
             Another thread is using the cache.
         """
         held = self.held
+        bits = dtype is not None
+        if bits:
+            with named_in_errors("KVCache.append"):
+                holds_bits(dtype)
         view = held.view() if lengths is None and held.rotary is None else None
-        if view is None or not view.append(k, v, False):
+        if view is None or not view.append(k, v, bits, False):
             with held.using("KVCache.append", change=True):
-                held.append(k, v, lengths)
+                held.append(k, v, lengths, bits)
 
     # ---- attention ----
 

@@ -194,12 +194,14 @@ class Held:
 
     # ---- tokens in ----
 
-    def append(self, k: ArrayLike, v: ArrayLike, lengths: ArrayLike | None, keep: bool = False) -> None:
-        """KVCache.append. keep: pages of evicted tokens stay, for attempt()."""
+    def append(
+        self, k: ArrayLike, v: ArrayLike, lengths: ArrayLike | None, bits: bool = False, keep: bool = False
+    ) -> None:
+        """KVCache.append. bits: those of uint16 hold bfloat16. keep: pages of evicted tokens stay, for attempt()."""
         view = self.view()
         if view is not None and lengths is None:
             given = k if self.rotary is None else self.rotated(k, 0, {})
-            if given is not None and view.append(given, v):
+            if given is not None and view.append(given, v, bits):
                 return
         k, v = self._incoming("k", k, self.head_dim), self._incoming("v", v, self.value_dim)
         n = k.shape[2]
@@ -212,7 +214,7 @@ class Held:
         held_from = np.where(counts > 0, np.maximum(before, self.lengths - self.left), before)
         self.check_capacity(counts, held_from)
         # Copies come before changes: there may be no memory for them.
-        k, v = self.format.incoming(k, self.rotary is not None), self.format.incoming(v, False)
+        k, v = self.format.incoming(k, self.rotary is not None, bits), self.format.incoming(v, False, bits)
         if self.rotary is not None and k.size:
             k = rotate_items(k, row_positions(self.lengths, counts, n), self.rotary)
         if backend.active is None:

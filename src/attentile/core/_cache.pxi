@@ -16,16 +16,14 @@ cdef inline Layout layout_of(tuple shape, str dtype):
     cdef Layout layout
     layout.kv_heads, layout.page_keys, layout.width, layout.value_width = shape
     layout.format = STORED[dtype]
-    layout.item = item_of_format(layout.format)
+    layout.item = AT_SIZE_OF(layout.format)
     return layout
-
-
-cdef inline Py_ssize_t item_of_format(int format) noexcept nogil:
-    return 2 if format == AT_F16 or format == AT_BF16 else 4 if format == AT_F32 else 8
 
 
 cdef inline void bind_pages(Job *job, const Layout *layout, const Py_ssize_t[:, ::1] table) noexcept nogil:
     cdef Py_ssize_t item = layout.item
+    job.k_format = layout.format
+    job.v_format = layout.format
     job.value_width = layout.value_width
     job.key_step = AT_PANEL
     job.k.row, job.k.head = layout.width * item, layout.page_keys * layout.width * item
@@ -61,8 +59,8 @@ cdef void store_panels(const Layout *layout, char *to, const char *rows, const T
         d = 0
         while d < layout.width:
             n = min(<Py_ssize_t> SLICE, layout.width - d)
-            tiles.to_panels(scratch, rows + d * item_of_format(k.format), k.rows.row, n, AT_PANEL)
-            tiles.narrow(<uint16_t *> to + d * AT_PANEL, scratch, n * AT_PANEL, layout.format)
+            tiles.to_panels(scratch, rows + d * AT_SIZE_OF(k.format), k.rows.row, n, AT_PANEL)
+            tiles.narrow(to + d * AT_PANEL * layout.item, scratch, n * AT_PANEL, layout.format)
             d += n
         to += AT_PANEL * layout.width * layout.item
         rows += AT_PANEL * k.rows.row
@@ -84,7 +82,7 @@ cdef void store_key(const Layout *layout, char *to, const char *row, int format)
             n = min(<Py_ssize_t> SLICE, layout.width - d)
             halves = <const uint16_t *> row + d
             if format != layout.format:
-                tiles_of(format).narrow(scratch, row + d * item_of_format(format), n, layout.format)
+                tiles_of(format).narrow(<char *> scratch, row + d * AT_SIZE_OF(format), n, layout.format)
                 halves = scratch
             for x in range(n):
                 (<uint16_t *> to)[(d + x) * AT_PANEL] = halves[x]
@@ -131,7 +129,7 @@ cdef void store_item(const Layout *layout, const Py_ssize_t *pages, Py_ssize_t f
                 if v.format == layout.format:
                     memcpy(to + j * value_row, at(&v.rows, b, h, done + j), value_row)
                 else:
-                    tiles_of(v.format).narrow(<uint16_t *> (to + j * value_row), at(&v.rows, b, h, done + j),
+                    tiles_of(v.format).narrow(to + j * value_row, at(&v.rows, b, h, done + j),
                                               layout.value_width, layout.format)
         done += part
 
@@ -153,9 +151,8 @@ cdef bint take_tokens(Batch *batch, Tokens *tokens, array, int format, const Lay
     return is_direct(view, view.itemsize)
 
 
-cdef inline int bits_or_format(dtype) except -2:
-    """The same where uint16 are the bits of bfloat16. In what callers give they are integers."""
-    return AT_BF16 if dtype is uint16 else format_of(dtype)
+cdef inline int stored_format(dtype, bint bits) except -2:
+    return AT_BF16 if bits and dtype is uint16 else format_of(dtype)
 
 
 def store_tokens(k, v, tuple shape, str dtype, const Py_ssize_t[:, ::1] table, const Py_ssize_t[::1] starts,
@@ -171,8 +168,8 @@ def store_tokens(k, v, tuple shape, str dtype, const Py_ssize_t[:, ::1] table, c
     cdef Py_ssize_t b
     open_batch(&batch)
     try:
-        if not (take_tokens(&batch, &keys, k, bits_or_format(k.dtype), &layout, layout.width)
-                and take_tokens(&batch, &values, v, bits_or_format(v.dtype), &layout, layout.value_width)):
+        if not (take_tokens(&batch, &keys, k, stored_format(k.dtype, True), &layout, layout.width)
+                and take_tokens(&batch, &values, v, stored_format(v.dtype, True), &layout, layout.value_width)):
             raise SystemError("attentile: the core does not take what was checked; please report this call")
         with nogil:
             for b in range(counts.shape[0]):
@@ -220,14 +217,17 @@ cdef class CacheView:
         """A block that has the cache for itself, to change it, or reads it; else RuntimeError with this text."""
         return Using(self, change, refusal)
 
-    def append(self, k, v, bint inside=True):
-        """Tokens k, v (B, H, n, width) for every item, if they fit into open pages and no page is to be evicted."""
+    def append(self, k, v, bint bits, bint inside=True):
+        """Tokens k, v (B, H, n, width) for every item, if they fit into open pages and no page is to be evicted.
+
+        bits: those of uint16 hold bfloat16.
+        """
         if type(k) is not ndarray or type(v) is not ndarray:
             return False
         if k.ndim != 4 or v.ndim != 4 or not (inside or at_guard_enter(&self.users, True)):
             return False
         try:
-            return self.bound and append_tokens(self, k, v)
+            return self.bound and append_tokens(self, k, v, bits)
         finally:
             if not inside:
                 at_guard_leave(&self.users, True)
@@ -328,15 +328,15 @@ cdef bint may_append(CacheView view, Py_ssize_t n):
     return True
 
 
-cdef bint append_tokens(CacheView view, k, v) except -1:
+cdef bint append_tokens(CacheView view, k, v, bint bits) except -1:
     cdef Layout *layout = &view.layout
     cdef Batch batch
     cdef Tokens keys, values
     cdef Py_ssize_t b, n, items = view.lengths.shape[0]
     open_batch(&batch)
     try:
-        if not (take_tokens(&batch, &keys, k, format_of(k.dtype), layout, layout.width)
-                and take_tokens(&batch, &values, v, format_of(v.dtype), layout, layout.value_width)):
+        if not (take_tokens(&batch, &keys, k, stored_format(k.dtype, bits), layout, layout.width)
+                and take_tokens(&batch, &values, v, stored_format(v.dtype, bits), layout, layout.value_width)):
             return False
         n = batch.views[0].shape[2]
         if (batch.views[0].shape[0] != items or batch.views[1].shape[0] != items or batch.views[1].shape[2] != n
@@ -358,7 +358,16 @@ cdef int take_pages(Call *call, CacheView view, q) except -1:
     cdef Job *job = &call.job
     cdef Py_buffer *queries = &call.batch.views[0]
     cdef Py_ssize_t b
-    if not take_queries(call, q) or queries.ndim != 4 or format_of(<object> call.dtype) != view.layout.format:
+    job.q_format = format_in(call, q)
+    if job.q_format < 0:
+        return 0
+    take_arithmetic(call, view.layout.format == AT_F64)
+    if job.q_format == view.layout.format:
+        job.out_format = job.q_format
+        call.result = <PyObject *> q.dtype
+    elif job.q_format != own_format(job):
+        return 0
+    if not take_queries(call, q) or queries.ndim != 4:
         return 0
     for b in range(view.lengths.shape[0]):
         job.keys = max(job.keys, view.lengths[b])

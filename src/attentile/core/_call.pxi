@@ -30,6 +30,7 @@ cdef enum:
     BIAS
     BEFORE
     RETURN_LSE                                  # from here on: not of the scores
+    DTYPE
     RETURN_WEIGHTS
     OUT
     NUM_THREADS
@@ -38,7 +39,7 @@ cdef enum:
 cdef dict NUMBERED = {
     "scale": SCALE, "softcap": SOFTCAP, "sinks": SINKS, "alibi_slopes": SLOPES, "causal": CAUSAL, "window": WINDOW,
     "key_lengths": KEY_LENGTHS, "prefix_lengths": PREFIX_LENGTHS, "q_start": Q_START, "mask": MASK, "bias": BIAS,
-    "before": BEFORE, "return_lse": RETURN_LSE, "return_weights": RETURN_WEIGHTS, "out": OUT,
+    "before": BEFORE, "dtype": DTYPE, "return_lse": RETURN_LSE, "return_weights": RETURN_WEIGHTS, "out": OUT,
     "num_threads": NUM_THREADS,
 }
 
@@ -51,7 +52,8 @@ cdef enum:                                      # forms of causal
 cdef struct Call:
     Job job
     Batch batch
-    PyObject *dtype                             # of the arithmetic
+    PyObject *dtype                             # of the arithmetic; NULL: none was found
+    PyObject *result                            # of the output
     int tail                                    # axes of q, k and v behind the batch axes: 3, or 2 without heads
     bint drop                                   # q, k and v have no head axis, so the results have none
     PyObject *given[OPTIONS]                    # borrowed from the caller's dict; NULL: not there, or None
@@ -66,6 +68,7 @@ cdef inline void open_call(Call *call, int tail) noexcept:
     memset(call.given, 0, sizeof(call.given))
     open_batch(&call.batch)
     call.dtype = NULL
+    call.result = NULL
     call.tail = tail
     call.drop = False
     call.causal = NOT_CAUSAL
@@ -82,6 +85,8 @@ cdef int number_options(Call *call, dict options) except -1:
         if place is None:
             return 0
         x = place
+        if x == DTYPE and value is not None and not (type(value) is str and value == "bfloat16"):
+            return 0
         if value is not None:
             call.given[x] = <PyObject *> value
         elif x == CAUSAL:                       # the one without a default of None
@@ -92,35 +97,62 @@ cdef int number_options(Call *call, dict options) except -1:
 # ---------------------------------------------------------------------------------------------------------------
 # Queries, keys, values
 # ---------------------------------------------------------------------------------------------------------------
-cdef inline int take_dtype(Call *call, dtype) except -1:
-    """The element type of the arithmetic, and with it the tiles."""
+cdef object bfloat16 = None                     # the dtype of this name, once it was met: to ask for a name takes time
+
+
+cdef int format_of(dtype) except -2:
+    """AT_F16 ..., or -1 for a dtype that tiles do not read."""
+    global bfloat16
     if dtype is float32:
-        call.job.tiles = active.f32
-    elif dtype is float64:
-        call.job.tiles = active.f64
-    else:
-        return 0
-    call.dtype = <PyObject *> dtype
+        return AT_F32
+    if dtype is float64:
+        return AT_F64
+    if dtype is float16:
+        return AT_F16
+    if dtype is not bfloat16:
+        if dtype.itemsize != 2 or dtype.name != "bfloat16":
+            return -1
+        bfloat16 = dtype
+    return AT_BF16
+
+
+cdef inline int format_in(const Call *call, array) except -2:
+    """The same of an array; with dtype=, those of uint16 hold bfloat16."""
+    if type(array) is not ndarray:
+        return -1
+    if call.given[DTYPE] != NULL and array.dtype is uint16:
+        return AT_BF16
+    return format_of(array.dtype)
+
+
+cdef inline int take_arithmetic(Call *call, bint is_double) except -1:
+    """The element type that is computed in, and with it the tiles."""
+    call.job.tiles = active.f64 if is_double else active.f32
+    call.dtype = <PyObject *> (float64 if is_double else float32)
+    call.job.out_format = own_format(&call.job)
+    call.result = call.dtype
     return 1
 
 
-cdef inline Py_buffer *borrow_direct(Call *call, array, int axes) except? NULL:
-    """The memory of an array of the call's dtype, with so many axes at least, that can be read as it is; else NULL."""
-    cdef Py_buffer *view
-    if type(array) is not ndarray or (<object> array).dtype is not <object> call.dtype:
-        return NULL
-    view = borrow(&call.batch, array)
-    if view.ndim < axes or is_empty(view) or not is_direct(view, <Py_ssize_t> call.job.tiles.itemsize):
+cdef inline Py_buffer *borrow_numbers(Call *call, array, int format) except NULL:
+    """The memory of an array in this format: bfloat16 has no buffer of its own."""
+    if format == AT_BF16:
+        return borrow(&call.batch, array.view(uint16))
+    return borrow(&call.batch, array)
+
+
+cdef inline Py_buffer *borrow_direct(Call *call, array, int format, int axes) except? NULL:
+    """The same of one with so many axes at least, that can be read as it is; else NULL."""
+    cdef Py_buffer *view = borrow_numbers(call, array, format)
+    if view.ndim < axes or is_empty(view) or not is_direct(view, AT_SIZE_OF(format)):
         return NULL
     return view
 
 
 cdef int take_queries(Call *call, q) except -1:
+    """q, of the format job.q_format."""
     cdef Job *job = &call.job
-    cdef Py_buffer *view
-    if type(q) is not ndarray or not take_dtype(call, q.dtype):
-        return 0
-    view = borrow_direct(call, q, 2)
+    cdef Py_buffer *view = borrow_direct(call, q, job.q_format, 2)
     if view == NULL or not widen_batch(&call.batch, view, call.tail):
         return 0
     job.queries = view.shape[view.ndim - 2]
@@ -129,18 +161,35 @@ cdef int take_queries(Call *call, q) except -1:
     return 1
 
 
+cdef int take_formats(Call *call, q, k, v) except -1:
+    """How each array is stored, what is computed in, and the dtype of the output: theirs, if they have one."""
+    cdef Job *job = &call.job
+    cdef int found
+    job.q_format = format_in(call, q)
+    job.k_format = format_in(call, k)
+    job.v_format = format_in(call, v)
+    if job.q_format < 0 or job.k_format < 0 or job.v_format < 0:
+        return 0
+    found = 1 << job.q_format | 1 << job.k_format | 1 << job.v_format
+    take_arithmetic(call, found >> AT_F64 & 1)
+    if job.q_format == job.k_format == job.v_format:
+        call.result = <PyObject *> q.dtype
+        job.out_format = job.q_format
+    return not (found >> AT_F16 & 1 and found >> AT_BF16 & 1)   # NumPy has no common dtype of the two
+
+
 cdef int take_arrays(Call *call, q, k, v) except -1:
-    """q, k and v with everything that their shapes decide."""
+    """q, k and v with everything that their dtypes and shapes decide."""
     cdef Job *job = &call.job
     cdef Py_buffer *queries = &call.batch.views[0]
     cdef Py_buffer *keys
     cdef Py_buffer *values
-    if not take_queries(call, q):
+    if not take_formats(call, q, k, v) or not take_queries(call, q):
         return 0
-    keys = borrow_direct(call, k, 2)
+    keys = borrow_direct(call, k, job.k_format, 2)
     if keys == NULL:
         return 0
-    values = borrow_direct(call, v, 2)
+    values = borrow_direct(call, v, job.v_format, 2)
     if values == NULL or not widen_batch(&call.batch, keys, call.tail):
         return 0
     if not widen_batch(&call.batch, values, call.tail):
@@ -376,34 +425,12 @@ cdef int take_mask_of(Call *call, value, int tail) except -1:
     return 1
 
 
-cdef object brain = None                         # the dtype of bfloat16 that was met
-
-
-cdef int format_of(dtype) except -2:
-    """AT_F16 ..., or -1 for a dtype that tiles do not read."""
-    global brain
-    if dtype is float32:
-        return AT_F32
-    if dtype is float64:
-        return AT_F64
-    if dtype is float16:
-        return AT_F16
-    if dtype is brain and brain is not None:
-        return AT_BF16
-    if dtype.itemsize != 2 or dtype.name != "bfloat16":
-        return -1
-    brain = dtype                               # its name takes a microsecond
-    return AT_BF16
-
-
 cdef int take_bias(Call *call, value) except -1:
     cdef Py_buffer *view
-    cdef int format = -1
-    if type(value) is ndarray:
-        format = format_of(value.dtype)
+    cdef int format = format_in(call, value)
     if format < 0:
         return 0
-    view = borrow(&call.batch, value.view(uint16) if format == AT_BF16 else value)
+    view = borrow_numbers(call, value, format)
     if not is_aligned(view, view.itemsize) or not fits_scores(call, view, call.tail):
         return 0
     bind(&call.batch, &call.job.bias, view, call.tail)
@@ -419,7 +446,7 @@ cdef int take_before(Call *call, value) except -1:
     if not isinstance(value, tuple) or getattr(value, "_fields", None) != ("m", "l", "o"):
         return 0
     for part in range(3):
-        view = borrow_result(call, (<tuple> value)[part], call.job.value_width if part == 2 else -1)
+        view = borrow_result(call, (<tuple> value)[part], call.dtype, call.job.value_width if part == 2 else -1)
         if view == NULL:
             return 0
         if part == 0:

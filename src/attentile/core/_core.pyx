@@ -1,7 +1,9 @@
 """The compiled core: one Cython module (each one with memoryviews costs 25,000 generated lines), read in this order:
 
-    _blocks.pxi   what a job is; its division into tasks and blocks of rows, scratch
+    _job.pxi      what a job is, and a block of rows
+    _blocks.pxi   the division of a job into tasks and blocks, scratch
     _bias.pxi     a bias of any format, as the tiles take it
+    _storage.pxi  the same for queries, keys, values and the output
     _pass.pxi     the fused pass: the loop over chunks of keys. The story is told there
     _few.pxi      the same for few rows of queries
     _stats.pxi    the second pass of the statistics
@@ -10,7 +12,6 @@
     _call.pxi     the check of a call: from Python's values to a job
     _results.pxi  where its results go; its run over all batch items
     _door.pxi     the entries
-    _halves.pxi   calls with float16 or bfloat16 arrays
     _cache.pxi    tokens on the pages of a cache, and attention over them
     _angles.pxi, _encode.pxi, _rotary.pxi         positions
     below         the choice of an instruction set, measurements
@@ -23,12 +24,11 @@ from libc.stdint cimport int64_t, uint16_t, uint32_t, uintptr_t
 from libc.string cimport memcpy, memset
 
 from ._kernels cimport (AT_ALIGN, AT_ALTERNATING, AT_ANGLE_BLOCK, AT_APART, AT_BF16, AT_CHUNK, AT_F16, AT_F32, AT_F64,
-                        AT_FEW_KEYS, AT_MAX_ROWS, AT_PANEL, AT_PEAK_FMAS, AT_ROTATION, AT_STRIP_PAIRS, AT_TOP_SCRATCH,
-                        AT_WORD, LN2, LOG2E, at_ahead, at_angles, at_exp2, at_float_of_bf16, at_float_of_f16,
-                        at_guard_enter, at_guard_leave, at_idle_like, at_isa, at_isa_at, at_isa_count,
-                        at_isa_supported, at_log2, at_mask_run, at_mask_words, at_narrow_bf16, at_narrow_f16,
-                        at_pool_run, at_pool_workers, at_rotary_rows, at_scratch, at_tiles, at_top, at_widen_bf16,
-                        at_widen_f16)
+                        AT_FEW_KEYS, AT_I8, AT_MAX_ROWS, AT_PANEL, AT_PEAK_FMAS, AT_ROTATION, AT_SIZE_OF,
+                        AT_STRIP_PAIRS, AT_TOP_SCRATCH, AT_WORD, LN2, LOG2E, at_ahead, at_angles, at_exp2,
+                        at_float_of_bf16, at_float_of_f16, at_guard_enter, at_guard_leave, at_idle_like, at_isa,
+                        at_isa_at, at_isa_count, at_isa_supported, at_log2, at_mask_run, at_mask_words, at_pool_run,
+                        at_pool_workers, at_rotary_rows, at_scratch, at_tiles, at_top, at_value_rows)
 
 import numpy
 
@@ -65,8 +65,10 @@ cdef object float16 = numpy.dtype(numpy.float16)
 cdef object float32 = numpy.dtype(numpy.float32)
 cdef object float64 = numpy.dtype(numpy.float64)
 
+include "_job.pxi"
 include "_blocks.pxi"
 include "_bias.pxi"
+include "_storage.pxi"
 include "_pass.pxi"
 include "_few.pxi"
 include "_stats.pxi"
@@ -75,7 +77,6 @@ include "_arrays.pxi"
 include "_call.pxi"
 include "_results.pxi"
 include "_door.pxi"
-include "_halves.pxi"
 include "_cache.pxi"
 include "_angles.pxi"
 include "_encode.pxi"

@@ -96,12 +96,13 @@ cdef void count_head(Counting *counting, Block *block, Shared *shared, char *fre
     cdef const Job *job = counting.job
     cdef Py_ssize_t first = 0, c
     cdef Run run
+    cdef Rows k
+    k.first, k.stride = NULL, 0                 # not read
     while first < job.group * job.queries:
         open_block(job, block, free_bytes, b, head, first)
         for c in range(block.lo // AT_CHUNK, chunks_before(block.hi)):
             run.chunk = c * AT_CHUNK
-            if score_chunk(job, block, shared, key_chunk(job, b, head, c), value_chunk(job, b, head, c), run.chunk,
-                           &run.start, &run.stop):
+            if score_chunk(job, block, shared, k, NULL, run.chunk, &run.start, &run.stop):
                 count_chunk(counting, block, shared, &run)
         first += job.block_rows
 

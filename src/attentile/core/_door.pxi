@@ -31,8 +31,7 @@ cdef object call_results(Call *call, int threads):
     if call.given[OUT] != NULL:
         out = <object> call.given[OUT]
     else:
-        out = empty(result_shape(call, call.job.value_width), <object> call.dtype)
-        bind_own(call, &call.job.out, out, False)
+        out = own_out(call)
     if wanted.lse:
         lse = empty(result_shape(call, -1), <object> call.dtype)
         bind_own(call, &call.job.lse, lse, True)
@@ -40,6 +39,8 @@ cdef object call_results(Call *call, int threads):
         weights = zeros(result_shape(call, call.job.keys), <object> call.dtype)
         bind_own(call, &call.job.weights, weights, False)
     run_call(call, run_attention, &call.job, wanted.threads)
+    if wanted.weights and call.result != call.dtype:
+        weights = narrowed(weights, <object> call.result, call.job.out_format)
     return (out, lse, weights) if wanted.lse or wanted.weights else out
 
 
@@ -47,6 +48,16 @@ cdef int take_call(Call *call, q, k, v, dict options) except -1:
     """Everything that decides the scores, of a call by public names."""
     return (number_options(call, options) and take_arrays(call, q, k, v) and take_options(call)
             and place_queries(call))
+
+
+cdef object narrowed(weights, dtype, int format):
+    """A new array of this 16-bit dtype from a contiguous one in float32."""
+    half = empty(weights.shape, dtype)
+    cdef const float[::1] source = weights.reshape(-1)
+    cdef uint16_t[::1] to = half.view(uint16).reshape(-1)
+    if source.shape[0] > 0:
+        active.f32.narrow(<char *> &to[0], &source[0], source.shape[0], format)
+    return half
 
 
 def takes(q, k, v, dict options):
@@ -63,16 +74,14 @@ def takes(q, k, v, dict options):
 def attention(q, k, v, dict options, int threads):
     """attention() of attention.py for values that can be taken as they are; None if Python must convert or explain.
 
-    q, k, v: of one dtype, native, last axis contiguous, any batch axes. options: by their public names.
+    q, k, v: of native floating dtypes, last axis contiguous, any batch axes. options: by their public names.
     """
     cdef Call call
     open_call(&call, 3)
     try:
-        if take_call(&call, q, k, v, options):
-            return call_results(&call, threads)
+        return call_results(&call, threads) if take_call(&call, q, k, v, options) else None
     finally:
         close_batch(&call.batch)
-    return half_results(q, k, v, options, threads) if call.dtype == NULL else None
 
 
 def partial(q, k, v, dict options, int threads):
@@ -119,6 +128,8 @@ def textbook(Q, K, V, d_k, mask, double fill, out, int threads):
     try:
         if not (take_arrays(&call, Q, K, V) and take_number(d_k, &number) and 0 < number < INFINITY):
             return None
+        if call.result != call.dtype:
+            return None
         if mask is not None and not causal and not take_textbook_mask(&call, mask):
             return None
         if causal and call.job.queries != call.job.keys:
@@ -133,9 +144,8 @@ def textbook(Q, K, V, d_k, mask, double fill, out, int threads):
                 return None
             run_call(&call, run_attention, &call.job, threads)
             return out
-        output = empty(result_shape(&call, call.job.value_width), <object> call.dtype)
+        output = own_out(&call)
         weights = zeros(result_shape(&call, call.job.keys), <object> call.dtype)
-        bind_own(&call, &call.job.out, output, False)
         bind_own(&call, &call.job.weights, weights, False)
         run_call(&call, run_attention, &call.job, threads)
         return output, weights
@@ -155,12 +165,24 @@ cdef int take_scores(Call *call, scores, dict options, intervals, v) except -1:
     return 0
 
 
-cdef int take_result(Call *call, Strided *to, array, Py_ssize_t columns) except -1:
-    """An array of outputs.py; columns -1: rows without columns."""
+cdef int take_output(Call *call, array) except -1:
+    """That of outputs.py, in the dtype of the output or of the arithmetic."""
+    if array is not None and array.dtype is <object> call.dtype:
+        call.result = call.dtype
+        call.job.out_format = own_format(&call.job)
+    return take_result_in(call, &call.job.out, array, call.result, call.job.value_width)
+
+
+cdef inline int take_result(Call *call, Strided *to, array, Py_ssize_t columns) except -1:
+    """An array of outputs.py in the dtype of the arithmetic; columns -1: rows without columns."""
+    return take_result_in(call, to, array, call.dtype, columns)
+
+
+cdef int take_result_in(Call *call, Strided *to, array, PyObject *dtype, Py_ssize_t columns) except -1:
     cdef Py_buffer *view
     if array is None:                           # not asked for
         return 0
-    view = borrow_result(call, array, columns)
+    view = borrow_result(call, array, dtype, columns)
     if view == NULL or view.readonly:
         raise SystemError("attentile: the core does not take the place for a result; please report this call")
     if columns < 0:
@@ -178,7 +200,7 @@ cdef int take_totals(Call *call, Strided *to, array) except -1:
 
 cdef int take_outputs(Call *call, outputs) except -1:
     cdef Job *job = &call.job
-    take_result(call, &job.out, outputs.out, job.value_width)
+    take_output(call, outputs.out)
     take_result(call, &job.lse, outputs.lse, -1)
     take_result(call, &job.weights, outputs.weights, job.keys)
     if outputs.partial is not None:
@@ -266,7 +288,7 @@ def explain(scores, v, out, bint with_weights, int threads):
     counting.job = &call.job
     try:
         take_scores(&call, scores, options, intervals, v)
-        take_result(&call, &call.job.out, out, call.job.value_width)
+        take_output(&call, out)
         if with_weights:                        # nothing is written there, so any address will do
             call.job.weights.data = <char *> &counting
         idle = at_idle_like(call.job.tiles)

@@ -21,7 +21,7 @@ cdef struct ChunkRows:                          # what one chunk gives its rows
     double *total                               # [row] sum with more digits, if wanted
 
 
-cdef void score_few(const Job *job, Block *block, Shared *shared, const char *k, const char *v,
+cdef void score_few(const Job *job, Block *block, Shared *shared, Rows k, const char *v,
                     const Run *run) noexcept nogil:
     """Final scores of a run of keys into shared.st[row][AT_CHUNK]."""
     cdef const at_tiles *tiles = job.tiles
@@ -32,9 +32,9 @@ cdef void score_few(const Job *job, Block *block, Shared *shared, const char *k,
         for r in range(block.n_rows):
             fill_reals(s + r * AT_CHUNK * item, item, n, -INFINITY)
         return
-    tiles.few_scores(s, block.qt, block.n_rows, k + start * job.k.row, job.k.row,
-                     NULL if job.pages != NULL else shared.panels, job.width, n,
-                     v + start * job.v.row if job.fetch else NULL, job.v.row)
+    tiles.few_scores[job.few_k_format](s, block.qt, block.n_rows, k.first + start * k.stride, k.stride,
+                                       NULL if job.pages != NULL else shared.panels, job.width, n,
+                                       v + start * job.v.row if job.fetch else NULL, job.v.row)
     if job.bias.data != NULL:
         column = bring_bias(job, block, shared, key, n)
     for r in range(block.n_rows):
@@ -72,23 +72,60 @@ cdef inline ChunkRows chunk_rows_at(const Job *job, Py_ssize_t head, Py_ssize_t 
     return rows
 
 
-cdef void weigh_few(const Job *job, Block *block, Shared *shared, ChunkRows rows, const char *v, const Run *run,
-                    const char *ahead, bint careful) noexcept nogil:
-    """Softmax and values of a run of keys, whose scores are in shared.st. v: first value of the chunk."""
+cdef inline Rows few_keys(const Job *job, Block *block, Shared *shared, const Visit *visit) noexcept nogil:
+    """The keys of a chunk in the format few_k_format."""
+    cdef Rows k
+    if job.few_k_format != job.k_format:
+        return bring_keys(job, shared, visit.b, visit.head, visit.c, block.lo, block.hi)
+    k.first, k.stride = key_chunk(job, visit.b, visit.head, visit.c), job.k.row
+    return k
+
+
+cdef inline Rows few_values(const Job *job, Block *block, Shared *shared, const Visit *visit,
+                            bint careful) noexcept nogil:
+    """The values of a chunk in the format few_v_format; careful: in that of the tiles."""
+    cdef Rows v
+    if careful or job.few_v_format != job.v_format:
+        return bring_values(job, shared, visit.b, visit.head, visit.c, block.lo, block.hi)
+    v.first, v.stride = value_chunk(job, visit.b, visit.head, visit.c), job.v.row
+    return v
+
+
+cdef inline const char *keys_ahead(const Job *job, const Visit *visit) noexcept nogil:
+    """Keys to fetch during the values of a chunk: the next chunk of this head, else the first one of the next head."""
+    cdef Py_ssize_t head = visit.head, c = visit.c, end = visit.end
+    if not job.fetch:
+        return NULL
+    if c + 1 == end and job.heads_per_task > 1 and head + 1 < job.kv_heads:
+        head, c = head + 1, c + 1 - end
+    elif c + 1 < end:
+        c += 1
+    else:
+        return NULL
+    return key_chunk(job, visit.b, head, c) if is_stored(job, visit.b, c) else NULL
+
+
+cdef void weigh_few(const Job *job, Block *block, Shared *shared, ChunkRows rows, const Visit *visit, const Run *run,
+                    bint careful) noexcept nogil:
+    """Softmax and values of a run of keys, whose scores are in shared.st."""
     cdef const at_tiles *tiles = job.tiles
     cdef Py_ssize_t item = <Py_ssize_t> tiles.itemsize, r, n = run.stop - run.start
     cdef char *s = shared.st + run.start * item
-    v += run.start * job.v.row
+    cdef Rows v = few_values(job, block, shared, visit, careful)
+    cdef at_value_rows values
+    v.first += run.start * v.stride
     for r in range(block.n_rows):
         set_real(rows.block_max + r * item, item, tiles.few_softmax(s + r * AT_CHUNK * item, n))
         if job.total.data != NULL:
             rows.total[r] = tiles.few_total(s + r * AT_CHUNK * item, n)
     if careful:
         mark_excluded(job, block, shared, run.chunk, run.start, run.stop)
-        tiles.few_values_marked(rows.values, rows.sum, s, block.n_rows, v, job.v.row, job.value_width, n)
-    else:
-        tiles.few_values(rows.values, rows.sum, s, block.n_rows, v, job.v.row, job.value_width, n, ahead,
-                         job.k.row)
+        tiles.few_values_marked(rows.values, rows.sum, s, block.n_rows, v.first, v.stride, job.value_width, n)
+        return
+    values.rows, values.stride = v.first, v.stride
+    values.keys, values.scales = n, NULL
+    values.ahead, values.ahead_stride = keys_ahead(job, visit), job.k.row
+    tiles.few_values[job.few_v_format](rows.values, rows.sum, s, block.n_rows, &values, job.value_width)
 
 
 cdef void merge_chunk(const Job *job, Block *block, Shared *shared, ChunkRows rows) noexcept nogil:
@@ -106,20 +143,6 @@ cdef void merge_chunk(const Job *job, Block *block, Shared *shared, ChunkRows ro
     block.first = False
 
 
-cdef inline const char *keys_ahead(const Job *job, Py_ssize_t b, Py_ssize_t head, Py_ssize_t c,
-                                   Py_ssize_t end) noexcept nogil:
-    """Keys to fetch during the values of chunk c: the next chunk of this head, else the first one of the next head."""
-    if not job.fetch:
-        return NULL
-    if c + 1 == end and job.heads_per_task > 1 and head + 1 < job.kv_heads:
-        head, c = head + 1, c + 1 - end
-    elif c + 1 < end:
-        c += 1
-    else:
-        return NULL
-    return key_chunk(job, b, head, c) if is_stored(job, b, c) else NULL
-
-
 cdef void visit_few(const Job *job, Block *block, Shared *shared, Py_ssize_t b, Py_ssize_t head, Py_ssize_t split,
                     bint careful) noexcept nogil:
     """The chunks that some row sees, or those of one split; careful: all of them, again."""
@@ -128,27 +151,31 @@ cdef void visit_few(const Job *job, Block *block, Shared *shared, Py_ssize_t b, 
     cdef bint whole = job.splits == 1 or careful
     cdef Run run
     cdef char *visited
-    cdef const char *v
+    cdef Visit visit
     cdef ChunkRows own = own_rows(shared), there
     start_rows(job, block)
     if not whole:
         first, end = first + n * split // job.splits, first + n * (split + 1) // job.splits
-    job.tiles.few_pack(block.qt, block.q_rows, block.n_rows, job.width, job.factor)
+    pack_rows(job, block, shared)
+    visit.b, visit.head = b, head
+    visit.first, visit.end = first, end
     for c in range(first, end):
+        visit.c = c
         run.chunk = c * AT_CHUNK
-        v = value_chunk(job, b, head, c)
         if whole:
-            if score_chunk(job, block, shared, key_chunk(job, b, head, c), v, run.chunk, &run.start, &run.stop):
-                weigh_few(job, block, shared, own, v, &run, keys_ahead(job, b, head, c, end), careful)
+            if score_chunk(job, block, shared, few_keys(job, block, shared, &visit), value_chunk(job, b, head, c),
+                           run.chunk, &run.start, &run.stop):
+                weigh_few(job, block, shared, own, &visit, &run, careful)
                 merge_chunk(job, block, shared, own)
             continue
         there = chunk_rows_at(job, b * job.kv_heads + head, c, &visited)
-        visited[0] = score_chunk(job, block, shared, key_chunk(job, b, head, c), v, run.chunk, &run.start, &run.stop)
+        visited[0] = score_chunk(job, block, shared, few_keys(job, block, shared, &visit),
+                                 value_chunk(job, b, head, c), run.chunk, &run.start, &run.stop)
         if visited[0]:
             # For the lanes that are no rows: -inf and 0.
             memcpy(there.block_max, shared.block_max, block.pitch * job.tiles.itemsize)
             memcpy(there.sum, shared.sum, block.pitch * job.tiles.itemsize)
-            weigh_few(job, block, shared, there, v, &run, keys_ahead(job, b, head, c, end), careful)
+            weigh_few(job, block, shared, there, &visit, &run, careful)
 
 
 cdef void close_few(const Job *job, Block *block, Shared *shared, Py_ssize_t b, Py_ssize_t head) noexcept nogil:
@@ -164,9 +191,8 @@ cdef void close_few(const Job *job, Block *block, Shared *shared, Py_ssize_t b, 
         for r in range(block.n_rows):
             job.tiles.few_store(block.after.o[r], block.ot + r * row, job.value_width, 1)
     close_rows(job, block, shared)
-    for r in range(block.n_rows if job.out.data != NULL else 0):
-        job.tiles.few_store(block.out_rows[r], block.ot + r * row, job.value_width,
-                            real_at(shared.alpha + r * item, item))
+    if job.out.data != NULL:
+        store_rows(job, block, shared)
 
 
 cdef void few_task(void *job_pointer, Py_ssize_t index, int slot) noexcept nogil:

@@ -11,6 +11,7 @@ cdef extern from "kernels/kernels.h" nogil:
         AT_BF16
         AT_F32
         AT_F64
+        AT_I8
         AT_CHUNK
         AT_WORD
         AT_MAX_VECTORS
@@ -32,6 +33,13 @@ cdef extern from "kernels/kernels.h" nogil:
         const char *data
         Py_ssize_t stride, n_rows, offset, bytes
 
+    ctypedef struct at_value_rows:
+        const char *rows
+        Py_ssize_t stride, keys
+        const void *scales
+        const char *ahead
+        Py_ssize_t ahead_stride
+
     ctypedef struct at_top:
         void *values
         Py_ssize_t *keys
@@ -39,6 +47,7 @@ cdef extern from "kernels/kernels.h" nogil:
         double limit
 
     Py_ssize_t AT_TOP_SCRATCH(Py_ssize_t room)
+    Py_ssize_t AT_SIZE_OF(int format)
 
     ctypedef struct at_tiles:
         size_t itemsize
@@ -50,7 +59,8 @@ cdef extern from "kernels/kernels.h" nogil:
                         Py_ssize_t k_step, Py_ssize_t width, Py_ssize_t keys,
                         const at_ahead *ahead, int n_ahead) noexcept nogil
         void (*convert)(void *to, const char *row, Py_ssize_t stride, Py_ssize_t n, int format) noexcept nogil
-        void (*narrow)(uint16_t *to, const void *source, Py_ssize_t n, int format) noexcept nogil
+        void (*widen)(void *to, const char *source, Py_ssize_t n, int format) noexcept nogil
+        void (*narrow)(char *row, const void *source, Py_ssize_t n, int format) noexcept nogil
         void (*add_bias)(void *st, void *block_max, const char **rows, Py_ssize_t key_stride, Py_ssize_t n_rows,
                          int vectors, Py_ssize_t keys) noexcept nogil
         void (*softcap)(void *st, void *block_max, int vectors, Py_ssize_t keys, double slope,
@@ -74,15 +84,16 @@ cdef extern from "kernels/kernels.h" nogil:
         void (*few_pack)(void *q, const char **rows, Py_ssize_t n_rows, Py_ssize_t width, double factor) noexcept nogil
         void (*to_panels)(void *panels, const char *k, Py_ssize_t k_stride, Py_ssize_t width,
                           Py_ssize_t keys) noexcept nogil
-        void (*few_scores)(void *s, const void *q, Py_ssize_t n_rows, const char *k, Py_ssize_t k_stride, void *panels,
-                           Py_ssize_t width, Py_ssize_t keys, const char *ahead, Py_ssize_t ahead_stride) noexcept nogil
+        void (**few_scores)(void *s, const void *q, Py_ssize_t n_rows, const char *k, Py_ssize_t k_stride,
+                            void *panels, Py_ssize_t width, Py_ssize_t keys, const char *ahead,
+                            Py_ssize_t ahead_stride) noexcept nogil
         void (*few_bias)(void *s, const char *bias, Py_ssize_t key_stride, Py_ssize_t keys) noexcept nogil
         void (*few_alibi)(void *s, double slope, double position, Py_ssize_t keys) noexcept nogil
         void (*few_exclude)(void *s, const uint32_t *words, Py_ssize_t pitch, Py_ssize_t keys,
                             double fill) noexcept nogil
         double (*few_softmax)(void *s, Py_ssize_t keys) noexcept nogil
-        void (*few_values)(void *o, void *l, const void *s, Py_ssize_t n_rows, const char *v, Py_ssize_t v_stride,
-                           Py_ssize_t width, Py_ssize_t keys, const char *ahead, Py_ssize_t ahead_stride) noexcept nogil
+        void (**few_values)(void *o, void *l, const void *s, Py_ssize_t n_rows, const at_value_rows *v,
+                            Py_ssize_t width) noexcept nogil
         void (*few_values_marked)(void *o, void *l, const void *s, Py_ssize_t n_rows, const char *v,
                                   Py_ssize_t v_stride, Py_ssize_t width, Py_ssize_t keys) noexcept nogil
         void (*few_merge)(const void *block_max, const void *sum, void *m, void *l, void *alpha, void *beta,
@@ -143,10 +154,6 @@ cdef extern from "kernels/kernels.h" nogil:
 
     void at_mask_words(uint32_t *words, const char **rows, Py_ssize_t key_stride, Py_ssize_t n_rows,
                        Py_ssize_t pitch, Py_ssize_t keys)
-    void at_widen_f16(float *to, const uint16_t *source, Py_ssize_t n)
-    void at_widen_bf16(float *to, const uint16_t *source, Py_ssize_t n)
-    void at_narrow_f16(uint16_t *to, const float *source, Py_ssize_t n)
-    void at_narrow_bf16(uint16_t *to, const float *source, Py_ssize_t n)
     int at_mask_run(const char *row, Py_ssize_t key_stride, Py_ssize_t keys, Py_ssize_t *lo, Py_ssize_t *hi)
 
 cdef extern from "kernels/guard.h" nogil:

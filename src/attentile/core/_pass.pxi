@@ -51,15 +51,6 @@ cdef inline void fetch_chunk(Shared *shared, const char *rows, Py_ssize_t stride
     shared.n_ahead += 1
 
 
-cdef inline bint is_stored(const Job *job, Py_ssize_t b, Py_ssize_t c) noexcept nogil:
-    """False for the chunks that a windowed cache has evicted."""
-    return job.pages == NULL or job.pages[b * job.pages_batch + c] != 0
-
-
-cdef inline Py_ssize_t chunk_keys(const Job *job, Py_ssize_t c) noexcept nogil:
-    return min(<Py_ssize_t> AT_CHUNK, job.keys - c * AT_CHUNK)
-
-
 cdef struct Visit:                              # one chunk of keys during a task
     Py_ssize_t b, head                          # item, key head
     Py_ssize_t c                                # the chunk, of first .. end
@@ -78,22 +69,25 @@ cdef inline void look_ahead(const Job *job, Block **blocks, Py_ssize_t n_blocks,
     The first block fetches the chunk's values, the second one the next chunk's keys. Queries and outputs are touched
     once: in the first chunk the queries of the next block, in the last one the block's place in the output.
     """
-    cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, b = visit.b, head = visit.head, c = visit.c
+    cdef Py_ssize_t b = visit.b, head = visit.head, c = visit.c
     shared.n_ahead = 0
     if not job.fetch:
         return
     if x == 0 and is_stored(job, b, c):
-        fetch_chunk(shared, value_chunk(job, b, head, c), job.v.row, chunk_keys(job, c), job.value_width * item)
+        fetch_chunk(shared, value_chunk(job, b, head, c), job.v.row, chunk_keys(job, c),
+                    job.value_width * AT_SIZE_OF(job.v_format))
     elif x == 1 and c + 1 < visit.end and is_stored(job, b, c + 1):
-        fetch_chunk(shared, key_chunk(job, b, head, c + 1), job.k.row, chunk_keys(job, c + 1), job.width * item)
+        fetch_chunk(shared, key_chunk(job, b, head, c + 1), job.k.row, chunk_keys(job, c + 1),
+                    job.width * AT_SIZE_OF(job.k_format))
     if c == visit.first and x + 1 < n_blocks:
-        fetch_rows(shared, blocks[x + 1].q_rows, blocks[x + 1].n_rows, 0, job.width * item)
+        fetch_rows(shared, blocks[x + 1].q_rows, blocks[x + 1].n_rows, 0, job.width * AT_SIZE_OF(job.q_format))
     elif c == visit.end - 1 and job.out.data != NULL:
-        fetch_rows(shared, <const char **> blocks[x].out_rows, blocks[x].n_rows, 0, job.value_width * item)
+        fetch_rows(shared, <const char **> blocks[x].out_rows, blocks[x].n_rows, 0,
+                   job.value_width * AT_SIZE_OF(job.out_format))
 
 
-cdef void score_run(const Job *job, Block *block, Shared *shared, const char *k, const Run *run) noexcept nogil:
-    """Final scores of a run of keys, and their maximum in shared.block_max. k: first key of the chunk.
+cdef void score_run(const Job *job, Block *block, Shared *shared, Rows k, const Run *run) noexcept nogil:
+    """Final scores of a run of keys, and their maximum in shared.block_max. k: of the chunk.
 
     Every step leaves a maximum; only that of the last one counts, the others go to shared.unused.
     """
@@ -107,7 +101,7 @@ cdef void score_run(const Job *job, Block *block, Shared *shared, const char *k,
     if 0 < job.bias.column <= <Py_ssize_t> sizeof(double):
         fetch_rows(shared, block.bias_rows, block.n_rows, key * job.bias.column, n * job.bias.column)
     tiles.scores[block.vectors - 1](st, shared.unused if steps else shared.block_max, block.qt,
-                                    k + start * job.k.row, job.k.row, job.key_step, job.width, n,
+                                    k.first + start * k.stride, k.stride, job.key_step, job.width, n,
                                     shared.ahead, shared.n_ahead)
     shared.n_ahead = 0
     if job.softcap != 0:
@@ -154,7 +148,7 @@ cdef void place_rows(const Job *job, Block *block, Py_ssize_t key) noexcept nogi
         set_real(block.position + r * item, item, <double> (block.row_position[r] - key))
 
 
-cdef inline void score_some(const Job *job, Block *block, Shared *shared, const char *k, const char *v,
+cdef inline void score_some(const Job *job, Block *block, Shared *shared, Rows k, const char *v,
                             const Run *run) noexcept nogil:
     if job.few:
         score_few(job, block, shared, k, v, run)
@@ -162,11 +156,11 @@ cdef inline void score_some(const Job *job, Block *block, Shared *shared, const 
         score_run(job, block, shared, k, run)
 
 
-cdef bint score_chunk(const Job *job, Block *block, Shared *shared, const char *k, const char *v, Py_ssize_t chunk,
+cdef bint score_chunk(const Job *job, Block *block, Shared *shared, Rows k, const char *v, Py_ssize_t chunk,
                       Py_ssize_t *first, Py_ssize_t *end) noexcept nogil:
     """Scores of the keys of one chunk that the block's rows may see: chunk + first .. chunk + end. False: none.
 
-    k, v: first key and value of the chunk; v is only fetched ahead.
+    k: of the chunk. v: its first value, which is only fetched ahead.
     """
     cdef Py_ssize_t start, stop, w, item = <Py_ssize_t> job.tiles.itemsize
     cdef Py_ssize_t n = min(<Py_ssize_t> AT_CHUNK, job.keys - chunk)
@@ -208,7 +202,7 @@ cdef bint score_chunk(const Job *job, Block *block, Shared *shared, const char *
     return True
 
 
-cdef void weigh(const Job *job, Block *block, Shared *shared, const char *v, Py_ssize_t chunk, Py_ssize_t start,
+cdef void weigh(const Job *job, Block *block, Shared *shared, Rows v, Py_ssize_t chunk, Py_ssize_t start,
                 Py_ssize_t stop, bint careful) noexcept nogil:
     """Softmax and values of the keys chunk + start .. chunk + stop, whose scores are in shared.st. v: of the chunk."""
     cdef const at_tiles *tiles = job.tiles
@@ -217,13 +211,13 @@ cdef void weigh(const Job *job, Block *block, Shared *shared, const char *v, Py_
     tiles.softmax[block.vectors - 1](st, stop - start, shared.block_max, block.m, block.l, shared.alpha, shared.beta)
     if job.total.data != NULL:
         tiles.add_totals(block.total, st, stop - start, shared.alpha, shared.beta, block.vectors)
-    v += start * job.v.row
+    v.first += start * v.stride
     if careful:
         mark_excluded(job, block, shared, chunk, start, stop)
-        tiles.values_marked(block.ot, st, v, job.v.row, job.value_width, stop - start, shared.alpha, shared.beta,
+        tiles.values_marked(block.ot, st, v.first, v.stride, job.value_width, stop - start, shared.alpha, shared.beta,
                             block.first, block.vectors)
     else:
-        tiles.values[block.vectors - 1](block.ot, st, v, job.v.row, job.value_width, stop - start, shared.alpha,
+        tiles.values[block.vectors - 1](block.ot, st, v.first, v.stride, job.value_width, stop - start, shared.alpha,
                                         shared.beta, block.first)
     block.first = False
     if job.weights.data == NULL:
@@ -339,7 +333,7 @@ cdef void close_block(const Job *job, Block *block, Shared *shared) noexcept nog
     if job.weights.data != NULL:
         finish_weights(job, block)
     if job.out.data != NULL:
-        job.tiles.unpack(block.out_rows, block.ot, shared.alpha, block.n_rows, block.vectors, job.value_width)
+        store_rows(job, block, shared)
 
 
 cdef void visit_chunks(const Job *job, Block **blocks, Py_ssize_t n_blocks, Shared *shared, Py_ssize_t b,
@@ -347,7 +341,7 @@ cdef void visit_chunks(const Job *job, Block **blocks, Py_ssize_t n_blocks, Shar
     """The loop over key chunks, from the first to the last that some row of the blocks sees."""
     cdef Py_ssize_t lo = job.keys, hi = 0, x, c, start, stop
     cdef Visit visit
-    cdef const char *v
+    cdef Rows k, v
     for x in range(n_blocks):
         start_rows(job, blocks[x])
         if job.weights.data != NULL:
@@ -360,13 +354,15 @@ cdef void visit_chunks(const Job *job, Block **blocks, Py_ssize_t n_blocks, Shar
     visit.end = chunks_before(hi)
     for c in range(visit.first, visit.end):
         visit.c = c
-        v = value_chunk(job, b, head, c)
+        k = bring_keys(job, shared, b, head, c, lo, hi)
+        v.first = NULL
         for x in range(n_blocks):
             if c == visit.first:
-                job.tiles.pack(blocks[x].qt, blocks[x].q_rows, blocks[x].n_rows, blocks[x].vectors, job.width,
-                               job.factor)
+                pack_rows(job, blocks[x], shared)
             look_ahead(job, blocks, n_blocks, x, shared, &visit)
-            if score_chunk(job, blocks[x], shared, key_chunk(job, b, head, c), v, c * AT_CHUNK, &start, &stop):
+            if score_chunk(job, blocks[x], shared, k, NULL, c * AT_CHUNK, &start, &stop):
+                if v.first == NULL:             # after the first scores, which fetch what is read here
+                    v = bring_values(job, shared, b, head, c, lo, hi)
                 weigh(job, blocks[x], shared, v, c * AT_CHUNK, start, stop, careful)
 
 
@@ -405,8 +401,8 @@ cdef int run_job(Job *job, int threads) except -1 nogil:
     cdef Py_ssize_t heads = job.batch * job.kv_heads, rows = job.group * job.queries, nbytes
     threads = divide(job, threads)
     # In floating point: a view may repeat one key 2^60 times.
-    job.fetch = (<double> (rows + job.keys) * heads * (job.width + job.value_width) * job.tiles.itemsize
-                 > (FEW_FETCH_BYTES if job.few else FETCH_BYTES))
+    job.fetch = ((<double> rows * AT_SIZE_OF(job.q_format) + <double> job.keys * AT_SIZE_OF(job.k_format)) * heads
+                 * (job.width + job.value_width) > (FEW_FETCH_BYTES if job.few else FETCH_BYTES))
     size_scratch(job)
     nbytes = threads * job.scratch_per_slot + heads * job.partials_per_head * job.partial_bytes
     job.scratch = <char *> scratch_of(nbytes)

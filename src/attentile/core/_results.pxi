@@ -27,13 +27,13 @@ cdef bint has_result_shape(const Call *call, const Py_buffer *view, Py_ssize_t c
     return view.shape[n] == call.job.queries and (columns < 0 or view.shape[n + 1] == columns)
 
 
-cdef Py_buffer *borrow_result(Call *call, array, Py_ssize_t columns) except? NULL:
+cdef Py_buffer *borrow_result(Call *call, array, PyObject *dtype, Py_ssize_t columns) except? NULL:
     """An array in the shape of a result that can be used as it is; NULL if not. Rows without columns: any stride."""
     cdef Py_buffer *view
     cdef bint usable
-    if type(array) is not ndarray or array.dtype is not <object> call.dtype:
+    if type(array) is not ndarray or array.dtype is not <object> dtype:
         return NULL
-    view = borrow(&call.batch, array)
+    view = borrow_numbers(call, array, call.job.out_format if dtype == call.result else own_format(&call.job))
     if not has_result_shape(call, view, columns):
         return NULL
     usable = is_direct(view, view.itemsize) if columns >= 0 else is_aligned(view, view.itemsize)
@@ -51,7 +51,7 @@ cdef inline void bind_result_rows(Call *call, Strided *to, const Py_buffer *view
 cdef int take_out(Call *call, array) except -1:
     """The caller's array for the result: one that can be written, overlaps neither itself nor what is read."""
     cdef int x, inputs = call.batch.n_views
-    cdef Py_buffer *view = borrow_result(call, array, call.job.value_width)
+    cdef Py_buffer *view = borrow_result(call, array, call.result, call.job.value_width)
     if view == NULL or view.readonly or not is_spread(view):
         return 0
     for x in range(inputs):
@@ -61,8 +61,15 @@ cdef int take_out(Call *call, array) except -1:
     return 1
 
 
+cdef object own_out(Call *call):
+    """A new array for the output."""
+    out = empty(result_shape(call, call.job.value_width), <object> call.result)
+    bind_result(call, &call.job.out, borrow_numbers(call, out, call.job.out_format))
+    return out
+
+
 cdef int bind_own(Call *call, Strided *to, array, bint rows) except -1:
-    """A result that was allocated for this call."""
+    """A result that was allocated for this call, in the dtype of the arithmetic."""
     cdef Py_buffer *view = borrow(&call.batch, array)
     if rows:
         bind_result_rows(call, to, view)

@@ -206,6 +206,7 @@ cdef void stats_task(void *stats_pointer, Py_ssize_t index, int slot) noexcept n
     cdef RowStats *found = open_row_stats(stats, &free_bytes)
     cdef Block *block = <Block *> take(&free_bytes, sizeof(Block))
     cdef Run run
+    cdef Rows k
     shared.n_ahead = 0
     found.b = index // heads
     found.head = index % heads
@@ -214,12 +215,12 @@ cdef void stats_task(void *stats_pointer, Py_ssize_t index, int slot) noexcept n
     while found.i < job.queries:
         open_block(job, block, free_bytes, found.b, kv_head, found.head % job.group * job.queries + found.i)
         block.n_rows = min(block.n_rows, job.queries - found.i)    # a block of the pass may run on into the next head
-        job.tiles.pack(block.qt, block.q_rows, block.n_rows, block.vectors, job.width, job.factor)
+        pack_rows(job, block, shared)
         start_stats(stats, block, shared, found)
         for c in range(block.lo // AT_CHUNK, chunks_before(block.hi)):
             run.chunk = c * AT_CHUNK
-            if score_chunk(job, block, shared, key_chunk(job, found.b, kv_head, c), NULL, run.chunk, &run.start,
-                           &run.stop):
+            k = bring_keys(job, shared, found.b, kv_head, c, block.lo, block.hi)
+            if score_chunk(job, block, shared, k, NULL, run.chunk, &run.start, &run.stop):
                 reduce_chunk(stats, block, shared, found, &run)
         finish_stats(stats, block, shared, found)
         found.i += block.n_rows

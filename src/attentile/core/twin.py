@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..storage import kept_finite
+from ..storage import kept_finite, widened
 from .constants import LOG2E
 
 Array = NDArray[Any]
@@ -101,8 +101,9 @@ class _Blocks:
     def __init__(self, scores: Any) -> None:
         self.source, self.drop = scores, scores.drop
         self.group = scores.heads // max(scores.kv_heads, 1)
-        self.q = scores.q if scores.q.ndim > 2 or self.drop else scores.q[None]
-        axes = self.q.shape[:-3], scores.k.shape[:-3]
+        q, self.k = widened(scores.q, scores.compute), widened(scores.k, scores.compute)
+        self.q = q if q.ndim > 2 or self.drop else q[None]
+        axes = self.q.shape[:-3], self.k.shape[:-3]
         self.narrow = scores.lead not in axes and np.broadcast_shapes(*axes) != scores.lead  # scores lack batch axes
         self.intervals = scores.structure.intervals(scores.queries, scores.keys)
         self.errors: Any = None if scores.score_mod is None else np.geterr()
@@ -152,13 +153,13 @@ class _Blocks:
         source = self.source
         keys, excluded = self.exclusions(place)
         q = np.multiply(cut(self.q, place), self.q.dtype.type(source.scale), order="C")
-        scores = self.product(q, self.by_key_head(source.k, place, keys).swapaxes(-1, -2))
+        scores = self.product(q, self.by_key_head(self.k, place, keys).swapaxes(-1, -2))
         if self.narrow:
             scores = np.broadcast_to(scores, self.shape(place) + scores.shape[-1:]).copy()
         if source.softcap is not None:
             _cap(scores, source.softcap)
         if source.bias is not None:
-            bias = kept_finite(self.by_score(source.bias, place, keys), scores.dtype)
+            bias = self.bias(place, keys)
             scores += bias
             if not bias.min() > -np.inf:
                 excluded.append((_EVERY, bias == -np.inf))
@@ -177,6 +178,11 @@ class _Blocks:
             array = array[0]
         array = cut(array, place)
         return array[..., keys] if array.shape[-1:] > (1,) else array
+
+    def bias(self, place: Place | None, keys: slice) -> Array:
+        """The part of the bias, in the dtype of the scores."""
+        bias = self.by_score(self.source.bias, place, keys)
+        return widened(bias, self.q.dtype) if bias.dtype == np.uint16 else kept_finite(bias, self.q.dtype)
 
     def exclusions(self, place: Place | None) -> tuple[slice, list[tuple[slice, Array]]]:
         """The keys of a block, and what structure and mask exclude of them."""
@@ -338,7 +344,7 @@ def _shares(block: _Block, total: Array) -> Array:
     return weights if total.min() > 0 else np.where(block.allowed(), weights, 0)
 
 
-def _write(outputs: Any, block: _Block, rows: _Rows, sink: Array | None) -> None:
+def _write(scores: Any, outputs: Any, block: _Block, rows: _Rows, sink: Array | None) -> None:
     """Everything that is wanted of a block."""
     place = block.place
     if outputs.partial is not None:
@@ -350,9 +356,12 @@ def _write(outputs: Any, block: _Block, rows: _Rows, sink: Array | None) -> None
         cut(outputs.lse, place, 0)[...] = (rows.m + np.log(_final_total(block, rows, None)))[..., 0]
     if outputs.out is not None:
         total, out = _final_total(block, rows, sink), cut(outputs.out, place)
-        np.divide(rows.values, total, out=out)
+        direct = out.dtype == total.dtype
+        found = np.divide(rows.values, total, out=out if direct else None)
         if not rows.full:
-            np.copyto(out, 0, where=total == 0)
+            np.copyto(found, 0, where=total == 0)
+        if not direct:
+            out[...] = scores.rounded(found)
         if outputs.weights is not None:
             cut(outputs.weights, place)[..., block.keys] = _shares(block, total)
 
@@ -362,11 +371,11 @@ def _write(outputs: Any, block: _Block, rows: _Rows, sink: Array | None) -> None
 
 def attend(scores: Any, v: Array, outputs: Any, threads: int) -> None:
     """The pass over checked values, none of them empty; threads is unused."""
-    blocks = _Blocks(scores)
+    blocks, v = _Blocks(scores), widened(v, scores.compute)
     with np.errstate(all="ignore"):
         for place in blocks.places():
             block = blocks.block(place)
-            _write(outputs, block, _weighed(blocks, block, v), blocks.sinks(place))
+            _write(scores, outputs, block, _weighed(blocks, block, v), blocks.sinks(place))
 
 
 def stats(scores: Any, v: Array, totals: Any, found: Any, threads: int) -> None:
@@ -423,7 +432,7 @@ def explain(scores: Any, v: Array, out: Array | None, with_weights: bool, thread
         keys, excluded = blocks.exclusions(place)
         allowed = _allowed((*blocks.shape(place), len(range(scores.keys)[keys])), excluded)
         if scores.bias is not None:
-            bias = np.broadcast_to(blocks.by_score(scores.bias, place, keys), allowed.shape)
+            bias = np.broadcast_to(blocks.bias(place, keys), allowed.shape)
             found["bias_excludes"] |= int((bias[allowed] == -np.inf).any())
             allowed &= bias != -np.inf
             found["bias_adds"] |= int((bias[allowed] != 0).any())

@@ -93,12 +93,12 @@ class _Call:
         self.threads = threads_for(options.get("num_threads"), "attention")
         self.scores, self.v = checked(q, k, v, options)
         self.shape = (*self.scores.shape[:-1], self.v.shape[-1])
+        self.on = dispatch.chosen(self.scores)
+        self.compiled = self.on is backend.compiled
         self.out, self.why_out_copied = options.get("out"), ""
         if self.out is not None:
             check_out("attention", self.out, self.shape, self.scores.dtype)
             self.why_out_copied = why_indirect(self.out, self.scores, self.v)
-        self.on = dispatch.chosen(self.scores)
-        self.compiled = self.on is backend.compiled
         beside = options.get("return_lse") or options.get("return_weights")
         self.idle = self.scores.empty or (self.v.shape[-1] == 0 and not beside)
 
@@ -253,7 +253,7 @@ def _notes(call: _Call, count: Counter[str]) -> Iterator[str]:
         return
     scores = call.scores
     yield from _notes_on_masks(call, count)
-    if scores.dtype.itemsize < 4:
+    if scores.dtype.itemsize < 4 and not call.compiled:
         yield f"{scores.dtype} is converted to {scores.compute} as a whole, and the result rounded once"
     if count["lanes"] and count["rows"] * 2 <= count["pitches"]:
         lanes = scores.queries * (scores.heads // scores.kv_heads)

@@ -77,11 +77,23 @@ INLINE void f32v_transpose(__m256 r[8]) {
     for (int c = 0; c < 8; c++) r[c] = t[c];
 }
 
-#define FLOATS_TO_F16 8
-INLINE void f32v_to_f16(uint16_t* to, const float* from) {
-    _mm_storeu_si128((__m128i*)to, _mm256_cvtps_ph(_mm256_loadu_ps(from), _MM_FROUND_TO_NEAREST_INT));
+INLINE __m256 f32v_load_f16(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+INLINE __m256 f32v_bf16_first(__m256 x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(x), 16)); }
+INLINE __m256 f32v_bf16_second(__m256 x) {
+    return _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(INT32_MIN >> 15)));
+}
+INLINE __m256 f32v_load_bf16(const uint16_t* p) {
+    return f32v_bf16_first(_mm256_castsi256_ps(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p))));
+}
+INLINE __m256 f32v_load_i8(const int8_t* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
+INLINE void f32v_store_f16(uint16_t* p, __m256 x) {
+    _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
 
+#define READS_STORED
+#define HAS_STORE_F16
 #define REAL float
 #define LARGEST FLT_MAX
 #define LANES 8

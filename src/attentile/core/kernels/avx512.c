@@ -76,11 +76,34 @@ INLINE void f32v_transpose(__m512 r[16]) {
     }
 }
 
-#define FLOATS_TO_F16 16
-INLINE void f32v_to_f16(uint16_t* to, const float* from) {
-    _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph(_mm512_loadu_ps(from), _MM_FROUND_TO_NEAREST_INT));
+INLINE __m512 f32v_load_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+INLINE __m512 f32v_load_f16_part(const uint16_t* p, ptrdiff_t n) {
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16((__mmask16)((1u << n) - 1), p));
+}
+INLINE __m512 f32v_bf16_first(__m512 x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(x), 16)); }
+INLINE __m512 f32v_bf16_second(__m512 x) {
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(INT32_MIN >> 15)));
+}
+INLINE __m512 f32v_load_bf16(const uint16_t* p) {
+    return f32v_bf16_first(_mm512_castsi512_ps(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p))));
+}
+INLINE __m512 f32v_load_bf16_part(const uint16_t* p, ptrdiff_t n) {
+    const __m256i x = _mm256_maskz_loadu_epi16((__mmask16)((1u << n) - 1), p);
+    return f32v_bf16_first(_mm512_castsi512_ps(_mm512_cvtepu16_epi32(x)));
+}
+INLINE __m512 f32v_load_i8(const int8_t* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
+INLINE __m512 f32v_load_i8_part(const int8_t* p, ptrdiff_t n) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8((__mmask16)((1u << n) - 1), p)));
+}
+INLINE void f32v_store_f16(uint16_t* p, __m512 x) {
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
 
+#define READS_STORED
+#define HAS_STORE_F16
+#define HAS_PARTS
 #define REAL float
 #define LARGEST FLT_MAX
 #define LANES 16

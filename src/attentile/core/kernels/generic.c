@@ -78,6 +78,27 @@
 GENERIC_VOCABULARY(f32v, float, int32_t, uint32_t, 4, 23, 12582912.0f, EXP2_MIN_F32)
 GENERIC_VOCABULARY(f64v, double, int64_t, uint64_t, 2, 52, 6755399441055744.0, EXP2_MIN_F64)
 
+INLINE f32v_vec f32v_load_f16(const uint16_t* p) {
+    return (f32v_vec){at_float_of_f16(p[0]), at_float_of_f16(p[1]), at_float_of_f16(p[2]), at_float_of_f16(p[3])};
+}
+INLINE f32v_vec f32v_load_bf16(const uint16_t* p) {
+    return (f32v_vec){at_float_of_bf16(p[0]), at_float_of_bf16(p[1]), at_float_of_bf16(p[2]), at_float_of_bf16(p[3])};
+}
+INLINE f32v_vec f32v_bf16_first(f32v_vec x) {
+    uint16_t pairs[8];
+    memcpy(pairs, &x, sizeof pairs);
+    const uint16_t first[4] = {pairs[0], pairs[2], pairs[4], pairs[6]};
+    return f32v_load_bf16(first);
+}
+INLINE f32v_vec f32v_bf16_second(f32v_vec x) {
+    uint16_t pairs[8];
+    memcpy(pairs, &x, sizeof pairs);
+    const uint16_t second[4] = {pairs[1], pairs[3], pairs[5], pairs[7]};
+    return f32v_load_bf16(second);
+}
+INLINE f32v_vec f32v_load_i8(const int8_t* p) { return (f32v_vec){p[0], p[1], p[2], p[3]}; }
+
+#define READS_STORED
 #define REAL float
 #define LARGEST FLT_MAX
 #define LANES 4

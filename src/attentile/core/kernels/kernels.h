@@ -69,7 +69,10 @@ _Static_assert(sizeof(void*) == 8, "the core is for processors of 64 bits");
 #define AT_LN2 0.69314718055994530942
 
 /* Formats of numbers, where they need not be the type of the tiles. */
-enum { AT_F16, AT_BF16, AT_F32, AT_F64 };
+enum { AT_F16, AT_BF16, AT_F32, AT_F64, AT_I8, AT_FORMATS };
+
+#define AT_SIZE_OF(format)                                                                                             \
+    ((ptrdiff_t)((format) == AT_F64 ? 8 : (format) == AT_F32 ? 4 : (format) == AT_I8 ? 1 : 2)) /* bytes */
 
 /* Rows that are needed soon and lie outside the core's caches: `bytes` from rows[r] + offset on, or from data + r * stride
  * where rows is NULL. Their way from L3 or memory hides behind the scores, if it is spread over their tiles; as one burst it
@@ -79,6 +82,15 @@ typedef struct {
     const char* data;
     ptrdiff_t stride, n_rows, offset, bytes;
 } at_ahead;
+
+/* Values for few_values: `keys` rows, `stride` bytes apart. ahead, ahead_stride: rows to fetch meanwhile, NULL: none. */
+typedef struct {
+    const char* rows;
+    ptrdiff_t stride, keys;
+    const void* scales; /* AT_I8: REAL per row, the factor of its numbers */
+    const char* ahead;
+    ptrdiff_t ahead_stride;
+} at_value_rows;
 
 /* Candidates for the k largest weights of a row. As soon as they are more than `room`, all but k are given up, and from then
  * on only what is above the smallest of these is taken. A larger room means fewer sorts. */
@@ -111,8 +123,9 @@ typedef struct {
     /* to[j] = the element at row + j * stride, which has another format: rounded once, finite numbers staying finite. */
     void (*convert)(void* to, const char* row, ptrdiff_t stride, ptrdiff_t n, int format);
 
-    /* to[j] = from[j] in a format of 16 bits: rounded once, what is too large becomes infinite. */
-    void (*narrow)(uint16_t* to, const void* from, ptrdiff_t n, int format);
+    /* to[j] = the number at from + j * (size of the format), widened; narrow: back into one of 16 bits, rounded once. */
+    void (*widen)(void* to, const char* from, ptrdiff_t n, int format);
+    void (*narrow)(char* row, const void* from, ptrdiff_t n, int format);
 
     /* st[j][r] += log2(e) * rows[r][j], finite bias staying finite; an infinite bias replaces the score. */
     void (*add_bias)(void* st, void* block_max, const char* const* rows, ptrdiff_t key_stride, ptrdiff_t n_rows,
@@ -163,10 +176,12 @@ typedef struct {
     /* Keys as panels, one after the other; the last one is filled up with zeros. */
     void (*to_panels)(void* panels, const char* k, ptrdiff_t k_stride, ptrdiff_t width, ptrdiff_t keys);
 
-    /* Scores of `keys` keys. panels: scratch for AT_FEW_KEYS keys; NULL: k is panels, k_stride does not count. Up to
-     * AT_PANEL - 1 scores beyond `keys` are written too. */
-    void (*few_scores)(void* s, const void* q, ptrdiff_t n_rows, const char* k, ptrdiff_t k_stride, void* panels,
-                       ptrdiff_t width, ptrdiff_t keys, const char* ahead, ptrdiff_t ahead_stride);
+    /* Scores of `keys` keys, stored in the format that is the index; NULL: not read directly. panels: scratch for
+     * AT_FEW_KEYS keys; NULL: k is panels, k_stride does not count. Up to AT_PANEL - 1 scores beyond `keys` are written
+     * too. */
+    void (*few_scores[AT_FORMATS])(void* s, const void* q, ptrdiff_t n_rows, const char* k, ptrdiff_t k_stride,
+                                   void* panels, ptrdiff_t width, ptrdiff_t keys, const char* ahead,
+                                   ptrdiff_t ahead_stride);
 
     /* Of one row: s[j] += log2(e) * bias[j], as add_bias; s[j] -= slope * |position - j|, as alibi; s[j] = fill where
      * bit j % 32 of words[j / 32 * pitch] is 0. Scores beyond `keys`, up to whole vectors, become anything. */
@@ -177,9 +192,10 @@ typedef struct {
     /* Of one row: s = exp2(s - max), never -0.0; returns the maximum. */
     double (*few_softmax)(void* s, ptrdiff_t keys);
 
-    /* o[r][e] = sum_j s[r][j] * v[j][e] and l[r] = sum_j s[r][j]; marked as in values_marked. */
-    void (*few_values)(void* o, void* l, const void* s, ptrdiff_t n_rows, const char* v, ptrdiff_t v_stride,
-                       ptrdiff_t width, ptrdiff_t keys, const char* ahead, ptrdiff_t ahead_stride);
+    /* o[r][e] = sum_j s[r][j] * v[j][e] and l[r] = sum_j s[r][j]; indexed like few_scores. Marked as in values_marked,
+     * for the type of the tiles only. */
+    void (*few_values[AT_FORMATS])(void* o, void* l, const void* s, ptrdiff_t n_rows, const at_value_rows* v,
+                                   ptrdiff_t width);
     void (*few_values_marked)(void* o, void* l, const void* s, ptrdiff_t n_rows, const char* v, ptrdiff_t v_stride,
                               ptrdiff_t width, ptrdiff_t keys);
 
@@ -299,12 +315,6 @@ double at_exp2(double x);
 /* bits.c. words[w][n] from booleans: bit j of row r is rows[r][j * key_stride] != 0. */
 void at_mask_words(uint32_t* words, const char* const* rows, ptrdiff_t key_stride, ptrdiff_t n_rows, ptrdiff_t pitch,
                    ptrdiff_t keys);
-
-/* halves.c. float16 and bfloat16: exact to float, rounded once from it, to nearest even. n >= 0. */
-void at_widen_f16(float* to, const uint16_t* from, ptrdiff_t n);
-void at_widen_bf16(float* to, const uint16_t* from, ptrdiff_t n);
-void at_narrow_f16(uint16_t* to, const float* from, ptrdiff_t n);
-void at_narrow_bf16(uint16_t* to, const float* from, ptrdiff_t n);
 
 /* 1 if the keys that a row allows, row[j * key_stride] != 0 for j < keys, are one run: lo <= j < hi, or 0, 0 for none.
  * Else 0, and lo and hi stay as they are. keys >= 0. */

@@ -88,6 +88,24 @@ INLINE void f32v_transpose(float32x4_t r[4]) {
     r[3] = f32v_pairs_odd(b, d);
 }
 
+INLINE float32x4_t f32v_load_f16(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+INLINE float32x4_t f32v_load_bf16(const uint16_t* p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
+INLINE float32x4_t f32v_bf16_first(float32x4_t x) {
+    return vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_f32(x), 16));
+}
+INLINE float32x4_t f32v_bf16_second(float32x4_t x) {
+    return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(x), vdupq_n_u32(0xffff0000)));
+}
+INLINE float32x4_t f32v_load_i8(const int8_t* p) {
+    uint32_t bits;
+    memcpy(&bits, p, sizeof bits);
+    const int16x8_t wide = vmovl_s8(vcreate_s8(bits));
+    return vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide)));
+}
+INLINE void f32v_store_f16(uint16_t* p, float32x4_t x) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
+
+#define READS_STORED
+#define HAS_STORE_F16
 #define REAL float
 #define LARGEST FLT_MAX
 #define LANES 4
