@@ -28,6 +28,9 @@ class Case:
 
     A causal case may have a `window`, the number of keys that a query sees, its own included. `segments` is the number
     of documents of equal length packed into the rows, none of which sees another. `softcap` bounds the scores.
+
+    `peak` multiplies the queries. At 32 the scores spread as with scale=4, and a row's weight lies on a few keys, as it
+    does in trained models. `alibi` lets the scores of a causal case fall with the distance (Press et al., 2022).
     """
 
     name: str
@@ -43,6 +46,8 @@ class Case:
     window: int | None = None
     segments: int | None = None
     softcap: float | None = None
+    peak: float = 1
+    alibi: bool = False
 
     @property
     def flops(self) -> float:
@@ -70,6 +75,8 @@ class Case:
         extras += [f"window {self.window}"] if self.window else []
         extras += [f"{self.segments} segments"] if self.segments else []
         extras += [f"softcap {self.softcap:g}"] if self.softcap else []
+        extras += [f"queries × {self.peak:g}"] if self.peak != 1 else []
+        extras += ["ALiBi"] if self.alibi else []
         return ", ".join([f"{batch}{heads}", f"{self.L} × {self.S}", f"width {self.D}", *extras])
 
     def shortened(self, length: int) -> "Case":
@@ -98,9 +105,15 @@ CASES = (
     Case("window-8k",   1,  8,  8, 8192, 8192,  64, "float32",  True,  None, window=256),
     Case("segments-8k", 1,  8,  8, 8192, 8192,  64, "float32",  False, None, segments=16),
     Case("softcap-1k",  1, 12, 12, 1024, 1024,  64, "float32",  True,  None, softcap=30.0),
+    Case("peaked-1k",   1, 12, 12, 1024, 1024,  64, "float32",  False, None, peak=32.0),
+    Case("peaked-gpt2", 1, 12, 12, 1024, 1024,  64, "float32",  True,  None, peak=32.0),
+    Case("alibi-1k",    1,  8,  8, 1024, 1024,  64, "float32",  True,  None, alibi=True),
     Case("dec-gpt2",    1, 12, 12,    1, 1024,  64, "float32",  False, None),
     Case("dec-llama",   1, 32,  8,    1, 4096, 128, "float32",  False, None),
+    Case("dec-fp16",    1, 32,  8,    1, 4096, 128, "float16",  False, None),
+    Case("dec-bf16",    1, 32,  8,    1, 4096, 128, "bfloat16", False, None),
     Case("dec-b16",    16, 12, 12,    1,  512,  64, "float32",  False, None),
+    Case("dec-peaked",  1,  8,  8,    1, 4096,  64, "float32",  False, None, peak=32.0),
     Case("tiny-seed",   1,  1,  1,    5,    5,  64, "float64",  False, None),
     Case("tiny-32",     1,  4,  4,   32,   32,  32, "float32",  False, None),
 )
@@ -132,7 +145,8 @@ def numpy_dtype(name: str) -> np.dtype:
 class Inputs:
     """The arrays of a case, at most one of `mask` (boolean, True = may attend) and `bias` (added to the scores) set.
 
-    `segments` is the number of its document for each token.
+    `segments` is the number of its document for each token. `slopes`, one per head, are for a library that knows ALiBi:
+    what the bias says, which holds the causal order then, too.
     """
 
     query: np.ndarray
@@ -144,13 +158,15 @@ class Inputs:
     window: int | None = None
     segments: np.ndarray | None = None
     softcap: float | None = None
+    slopes: np.ndarray | None = None
 
     @property
     def options(self) -> dict[str, Any]:
         """The keyword arguments of `attentile.attention` that say all of this, without those that say nothing."""
         window = None if self.window is None else (self.window - 1, None)
-        options = {"mask": self.mask, "bias": self.bias, "causal": self.causal, "window": window}
-        options |= {"segments": self.segments, "softcap": self.softcap}
+        bias = self.bias if self.slopes is None else None
+        options = {"mask": self.mask, "bias": bias, "causal": self.causal, "window": window}
+        options |= {"segments": self.segments, "softcap": self.softcap, "alibi_slopes": self.slopes}
         return {name: value for name, value in options.items() if value is not None}
 
     def visible(self) -> np.ndarray | None:
@@ -174,14 +190,19 @@ def make_inputs(case: Case, seed: int = SEED) -> Inputs:
     query = random.standard_normal((case.B, case.Hq, case.L, case.D)).astype(dtype)
     key = random.standard_normal((case.B, case.Hkv, case.S, case.D)).astype(dtype)
     value = random.standard_normal((case.B, case.Hkv, case.S, case.D)).astype(dtype)
-    mask = bias = None
+    query *= dtype.type(case.peak)
+    mask = bias = slopes = None
     if case.mask == "padding":  # sentences of lengths S/3 … S, filled up to S
         lengths = np.linspace(case.S // 3, case.S, case.B).astype(int)
         mask = (np.arange(case.S) < lengths[:, None])[:, None, None, :]
     elif case.mask == "additive":
         bias = random.standard_normal((1, 1, case.L, case.S)).astype(dtype)
+    elif case.alibi:
+        slopes = 2.0 ** (-8 / case.Hq * np.arange(1, case.Hq + 1))
+        distance = np.arange(case.L)[:, None] - np.arange(case.S)
+        bias = np.where(distance < 0, -np.inf, -slopes[:, None, None] * distance)[None].astype(dtype)
     segments = np.arange(case.S) * case.segments // case.S if case.segments else None
-    return Inputs(query, key, value, mask, bias, case.causal, case.window, segments, case.softcap)
+    return Inputs(query, key, value, mask, bias, case.causal, case.window, segments, case.softcap, slopes)
 
 
 def plain_attention(inputs: Inputs, dtype: str = "float64", rows: np.ndarray | None = None) -> np.ndarray:

@@ -56,20 +56,49 @@ def argsorted(arrays: list[Any], count: int) -> object:
     return order, np.take_along_axis(w, order, axis=-1)
 
 
+def run(arrays: list[Any], **options: Any) -> Callable[[], object]:
+    """A call of attention()."""
+    return lambda: at.attention(*arrays, **options)
+
+
+def peaked(kind: str, arrays: list[Any]) -> list[Cost]:
+    """Rows whose weight lies on a few keys, nearly all others having tiny ones; of one row a cache's step too."""
+    heads, rows, keys = arrays[0].shape[1], arrays[0].shape[2], arrays[1].shape[2]
+    causal: dict[str, Any] = {"causal": True, "q_start": keys - rows}
+    slopes = at.alibi_slopes(heads)
+    ordered = run(arrays, **causal)
+    found = [
+        Cost(f"scale=4 / default, {kind}", run(arrays, scale=4.0), run(arrays), 1.03),
+        Cost(f"scale=4 / default, causal, {kind}", run(arrays, scale=4.0, **causal), ordered, 1.03),
+        Cost(f"ALiBi / none, causal, {kind}", run(arrays, alibi_slopes=slopes, **causal), ordered, 1.08),
+    ]
+    if rows == 1:
+        q, k, v = arrays
+        cache = at.KVCache(1, heads, q.shape[-1], dtype=q.dtype)
+        cache.append(k, v)
+
+        def step() -> object:
+            return cache.attend(q)
+
+        found += [
+            Cost(f"scale=4 / default, cache, {kind}", lambda: cache.attend(q, scale=4.0), step, 1.03),
+            Cost(f"ALiBi / none, cache, {kind}", lambda: cache.attend(q, alibi_slopes=slopes), step, 1.08),
+        ]
+    return found
+
+
 def costs() -> list[Cost]:
     """Every comparison: the mask and score forms, dense masks that say what a structural form says, statistics."""
     x, heads, length = qkv(12, 1024), 12, 1024
     y, long = qkv(1, 8192), 8192
     s, z = qkv(4, 512), qkv(1, 4096)
+    row = [array[:, :, -n:] for n, array in zip((1, 4096, 4096), qkv(8, 4096), strict=True)]
     i, j = np.arange(length)[:, None], np.arange(length)
     padding, band = np.broadcast_to(j < 600, (length, length)), (j <= i) & (j >= i - 100)
     documents = at.segment_ids([512] * 16)
 
     bias = rng.standard_normal((heads, length, length), np.float32)
     half = rng.random((length, length)) < 0.5
-
-    def run(arrays: list[Any], **options: Any) -> Callable[[], object]:
-        return lambda: at.attention(*arrays, **options)
 
     return [
         Cost("dense random mask / none", run(x, mask=half), run(x), 1.08),
@@ -87,6 +116,10 @@ def costs() -> list[Cost]:
         Cost("256 of 512 top_k / argsort of weights", lambda: top(s, 256), lambda: argsorted(s, 256), 1.0),
         Cost("4096 of 4096 top_k / argsort of weights", lambda: top(z, 4096), lambda: argsorted(z, 4096), 1.0),
         Cost("statistics / from the weights", lambda: at.attention_stats(*z), lambda: weights_in_numpy(*z), 1 / 3),
+        *peaked("float32", x),
+        *peaked("float64", [array.astype(np.float64) for array in x]),
+        *peaked("a row, float32", row),
+        *peaked("a row, float64", [array.astype(np.float64) for array in row]),
     ]  # fmt: skip
 
 
@@ -108,11 +141,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", default="", help="only the lines that contain this")
     arguments = parser.parse_args()
-    print(f"{'cost of':40} {'measured':>8} {'bar':>6}")
+    print(f"{'cost of':42} {'measured':>8} {'bar':>6}")
     with at.num_threads(arguments.threads):
         for cost in costs():
             if arguments.only in cost.name:
-                print(f"{cost.name:40} {measure(cost, arguments.rounds):8.3f} {cost.bar:6.2f}", flush=True)
+                print(f"{cost.name:42} {measure(cost, arguments.rounds):8.3f} {cost.bar:6.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,8 @@ def dense_mask(inputs: Inputs) -> tuple[np.ndarray | None, bool]:
     """The mask or bias to pass to a library without windows and segments, and whether `causal` is still to be said."""
     if inputs.window is not None or inputs.segments is not None:
         return inputs.visible(), False
+    if inputs.slopes is not None:  # the bias holds the causal order, and some take only one of both
+        return inputs.bias, False
     return inputs.mask if inputs.mask is not None else inputs.bias, inputs.causal
 
 
@@ -60,7 +62,7 @@ def prepare_cache(case: Case, inputs: Inputs, threads: int) -> Call:
     """attentile's KVCache, which stores keys in the layout that a decode step reads."""
     import attentile
 
-    if case.L != 1 or case.mask or case.window or case.segments or case.softcap:
+    if case.L != 1 or case.mask or case.window or case.segments or case.softcap or case.alibi:
         raise Unsupported("decode steps without a mask only")
     attentile.set_num_threads(threads)
     cache = attentile.KVCache(case.B, case.Hkv, case.D, dtype=inputs.key.dtype)
@@ -376,8 +378,8 @@ def prepare_multi_head(case: Case, inputs: Inputs, threads: int) -> Call:
 
 def prepare_grouped_query(case: Case, inputs: Inputs, threads: int) -> Call:
     """ONNX Runtime's operator GroupQueryAttention, with the key-value cache written in place as in token generation."""
-    if not (inputs.causal or case.L == 1) or case.mask or case.segments:
-        raise Unsupported("causal only, without a mask or segments")
+    if not (inputs.causal or case.L == 1) or case.mask or case.segments or case.alibi:
+        raise Unsupported("causal only, without a mask, a bias or segments")
     if case.dtype not in ("float32", "float16"):
         raise Unsupported(f"no {case.dtype} on CPUs")
     past = case.S - case.L  # keys in the cache before the call; the rows' own keys are appended by it

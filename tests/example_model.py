@@ -14,7 +14,9 @@ Array = NDArray[Any]
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
-smollm2, generate, layer_times = (importlib.import_module(name) for name in ("smollm2", "generate", "layer_times"))
+smollm2, generate, layer_times, cache_dtypes = (
+    importlib.import_module(name) for name in ("smollm2", "generate", "layer_times", "cache_dtypes")
+)
 sys.path.remove(str(EXAMPLES))
 
 

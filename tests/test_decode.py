@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import same_bits
+from helpers import normal, same_bits
 from numpy.testing import assert_allclose
 from oracle import oracle, tolerance
 
@@ -178,3 +178,27 @@ def test_a_view_that_repeats_a_key_needs_no_memory(compiled, keys, heads, thread
     k, v = (np.broadcast_to(x, (1, heads, keys, 8)) for x in (k, v))
     found = attention(q, k, v, key_lengths=300, num_threads=threads)
     np.testing.assert_array_equal(found, attention(q, k[:, :, :300], v[:, :, :300]))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_heads_of_a_token_side_by_side(isa, rows, threads):
+    """Arrays (batch, tokens, heads, width), as projections give them, are read chunk after chunk for all heads."""
+    for keys in (40, 700, 1100):
+        q, k, v = normal(2, 6, rows, 24), normal(2, 3, keys, 24, seed=1), normal(2, 3, keys, 16, seed=2)
+        inside = [x.swapaxes(1, 2).copy().swapaxes(1, 2) for x in (q, k, v)]
+        mask = np.random.default_rng(3).random((2, 6, rows, keys)) > 0.4
+        mask[1, 2] = False
+        for options in (
+            {},
+            {"mask": mask, "return_lse": True},
+            {"causal": "lower_right", "window": (300, None), "sinks": np.zeros(6)},
+            {"key_lengths": [keys // 2, 0]},
+        ):
+            found = attention(*inside, num_threads=threads, **options)
+            wanted = attention(q, k, v, num_threads=1, **options)
+            for one, other in zip(found, wanted, strict=True):
+                np.testing.assert_array_equal(one, other)
+        inside[2][:, :, keys // 2 :] = np.nan  # of keys that no row sees
+        found = attention(*inside, key_lengths=keys // 2, num_threads=threads)
+        np.testing.assert_array_equal(found, attention(q, k, v, key_lengths=keys // 2))

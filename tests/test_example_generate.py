@@ -1,4 +1,4 @@
-"""The examples generate.py and layer_times.py: tokenizer, model, command line.
+"""The examples generate.py, layer_times.py and cache_dtypes.py: tokenizer, model, command line.
 
 A tiny model with random weights and a vocabulary of bytes stands in for SmolLM2-135M-Instruct, which runs if it is
 installed.
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from example_model import EXAMPLES, MERGES, TOKENS, generate, layer_times, oracle, smollm2, tiny
+from example_model import EXAMPLES, MERGES, TOKENS, cache_dtypes, generate, layer_times, oracle, smollm2, tiny
 from numpy.testing import assert_allclose, assert_array_equal
 from numpy.typing import NDArray
 from test_example_embed import RUN_WITHOUT
@@ -298,7 +298,7 @@ def test_a_picture_needs_matplotlib(monkeypatch, capsys):
     assert "pip install matplotlib); --plot FILE.csv does not" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("script", ["generate", "layer_times"])
+@pytest.mark.parametrize("script", ["generate", "layer_times", "cache_dtypes"])
 def test_says_what_to_install_if_nothing_is_there(script):
     result = run("-c", RUN_WITHOUT, str(EXAMPLES / f"{script}.py"), ",".join(PACKAGES))
     assert (result.returncode, result.stdout) == (2, "")
@@ -358,3 +358,34 @@ def test_the_capital_of_france():
     assert result.returncode == 0, result.stderr
     assert result.stdout == "The capital of France is Paris.\n"
     assert result.stderr.startswith("37 tokens read, first token after ")
+
+
+# ---- caches of each dtype ----
+
+
+def test_cache_dtypes(monkeypatch, capsys, tmp_path):
+    model = smollm2.Decoder(*tiny())
+    ids = [5, 40, 7, 200, 12, 90, 33]
+    whole = np.array([model.logits(ids[:n]) for n in range(1, len(ids))], np.float64)  # without a cache
+    log_p = whole - np.log(np.exp(whole).sum(axis=1, keepdims=True))
+    likeliest, found, held = cache_dtypes.read_along(model, ids, "float32")
+    assert_array_equal(likeliest, whole.argmax(axis=1))
+    assert_allclose(found, log_p[np.arange(len(ids) - 1), ids[1:]], atol=1e-4)
+    half = cache_dtypes.read_along(model, ids, "float16")
+    assert half[2] * 2 == held
+    assert 0 < abs(half[1] - found).max() < 0.05
+    text = tmp_path / "text.txt"
+    text.write_text("hello world " * 9)
+    tokenizer = smollm2.Tokenizer(TOKENS, MERGES, [0, 1, 2], 0)
+    monkeypatch.setattr(cache_dtypes, "explain_missing", lambda program, path: None)
+    monkeypatch.setattr(cache_dtypes, "package_file", lambda: None)
+    monkeypatch.setattr(cache_dtypes, "load", lambda path: (tokenizer, model))
+    assert cache_dtypes.main(["--file", str(text), "--tokens", "12"]) == 0
+    first, head, *rows = capsys.readouterr().out.splitlines()
+    assert first == "12 tokens"
+    assert [row.split()[0] for row in rows] == ["float32", "float16", "bfloat16"]
+    assert "100.0%" in rows[0]
+    assert head.split()[0] == "cache"
+    for wrong in (["--tokens", "1"], ["--file", "nowhere.txt"]):
+        with pytest.raises(SystemExit):
+            cache_dtypes.main(wrong)

@@ -128,6 +128,8 @@ def shape_of(case: dict[str, Any]) -> str:
     extras = [case["dtype"]] if case["dtype"] != "float32" else []
     extras += [name for name in ("causal",) if case.get(name)] + ([f"{case['mask']} mask"] if case.get("mask") else [])
     extras += [f"{name} {case[name]:g}" for name in ("window", "segments", "softcap") if case.get(name)]
+    extras += [f"queries × {case['peak']:g}"] if case.get("peak", 1) != 1 else []
+    extras += ["ALiBi"] if case.get("alibi") else []
     return ", ".join(
         [f"{batch}{_heads(case['Hq'], case['Hkv'])}", f"{case['L']} × {case['S']}", f"d = {case['D']}", *extras]
     )

@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .arguments import as_array
+from .core.constants import MIN_POWER
+from .core.twin import weights_of
 from .outputs import AttentionResult
 from .partial import Partial
 from .storage import promoted
@@ -89,7 +91,7 @@ def merge_attention(parts: Iterable[Part] | Iterable[Partial]) -> AttentionResul
     stack = np.stack([lse.astype(work, copy=False) for lse in lses])
     with np.errstate(all="ignore"):
         top = stack.max(axis=0)
-        weights = np.exp(stack - np.where(np.isneginf(top), 0, top))
+        weights = weights_of(stack - np.where(np.isneginf(top), 0, top))
         total = weights.sum(axis=0)
         # Not top + log(1): that would turn -0.0 into 0.0, and one part with keys must come out as it went in.
         lse = np.where(total == 1, top, top + np.log(total))
@@ -118,7 +120,8 @@ def _merged(parts: list[Any]) -> Partial:
     total, o = np.zeros_like(parts[0].l), np.zeros_like(parts[0].o)
     with np.errstate(all="ignore"):
         for part in parts:
-            share = np.where(np.isneginf(part.m), 0, np.exp2(part.m - m)).astype(m.dtype)
+            x = part.m - m
+            share = np.exp2(np.where(np.isneginf(part.m) | (x < MIN_POWER[m.itemsize]), -np.inf, x)).astype(m.dtype)
             total += share * part.l
             o += share[..., None] * part.o
     return Partial(m, total, o)

@@ -135,12 +135,12 @@ def test_b129_tiny_weights_cost_nothing(compiled):
     plain = ours(q, k, v)
     assert_at_most(1.15, 1.5, ours(q, k, v, mask=valid), plain)
     assert_at_most(1.15, 1.5, ours(q, k, v, bias=np.where(valid, 0, -1e30).astype(np.float32)), plain)
-    # One weight of 1, and 511 of about 1e-45 .. 1e-38: all below the smallest normal number.
-    spread = -np.random.default_rng(0).uniform(87.4, 103, (512, 512)).astype(np.float32)
-    spread[:, 0] = 0
+    # 511 weights of 1e-39 .. 1e-37, and then one of 1: the sums before it would be subnormal.
+    spread = -np.random.default_rng(0).uniform(85, 89, (512, 512)).astype(np.float32)
+    spread[:, -1] = 0
     subnormal = ours(0 * q, k, v, bias=spread)
     assert_at_most(1.15, 1.5, subnormal, ours(q, k, v, bias=normal(512, 512)))
-    assert_array_equal(subnormal(), np.broadcast_to(v[:, :, :1], q.shape))
+    assert_array_equal(subnormal(), np.broadcast_to(v[:, :, -1:], q.shape))
 
 
 # ---- B114, B117: masks ----

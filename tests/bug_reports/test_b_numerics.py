@@ -212,11 +212,9 @@ def test_b129_padding_of_nine_keys_in_ten(impl):
     assert_allclose(by_mask[some], expected.out, rtol=0, atol=bound)
 
 
-def test_b129_weights_below_the_smallest_normal(impl):
-    """Scores down to -115: the last weights would be subnormal, which makes every product with them slow."""
+def test_b129_tiny_weights_are_0(impl):
+    """Scores down to -115: the last weights would make sums subnormal, or be it, which takes long."""
     scores = np.concatenate(([0], -np.arange(60, 115, 0.5)), dtype=np.float32)
     q, k, v = np.ones((1, 1, 1, 1), np.float32), scores.reshape(1, 1, -1, 1), normal(1, 1, scores.size, 8)
     weights = check(q, k, v, scale=1).weights[0, 0, 0]
-    if impl != "reference":  # NumPy's exp has no such rule
-        log_of_smallest = np.log(np.finfo(np.float32).tiny)
-        assert_array_equal(weights == 0, scores < log_of_smallest)  # the sum is 1: nothing is divided below it either
+    assert_array_equal(weights == 0, scores < -100 * np.log(2))

@@ -49,6 +49,10 @@ cdef void choose_few(Job *job, Py_ssize_t rows, Py_ssize_t heads, int threads) n
     job.few_k_format = job.k_format if job.tiles.few_scores[job.k_format] != NULL else own_format(job)
     job.few_v_format = job.v_format if job.tiles.few_values[job.v_format] != NULL else own_format(job)
     job.few_pitch = (job.value_width + job.tiles.lanes - 1) // job.tiles.lanes * job.tiles.lanes
+    job.together = (job.pages == NULL and job.kv_heads > 1 and 0 < job.k.head < job.k.row
+                    and 0 < job.v.head < job.v.row)
+    if job.together:
+        job.blocks_per_task, heads = job.kv_heads, job.batch
     job.splits, job.heads_per_task = 1, max(<Py_ssize_t> 1, heads // (TASKS_PER_THREAD * threads))
     if heads < FEW_TASKS_PER_THREAD * threads and threads > 1 and chunks <= MAX_SPLITS // heads:
         job.splits = min(chunks, (FEW_TASKS_PER_THREAD * threads + heads - 1) // heads)

@@ -24,11 +24,12 @@ from libc.stdint cimport int64_t, uint16_t, uint32_t, uintptr_t
 from libc.string cimport memcpy, memset
 
 from ._kernels cimport (AT_ALIGN, AT_ALTERNATING, AT_ANGLE_BLOCK, AT_APART, AT_BF16, AT_CHUNK, AT_F16, AT_F32, AT_F64,
-                        AT_FEW_KEYS, AT_I8, AT_MAX_ROWS, AT_PANEL, AT_PEAK_FMAS, AT_ROTATION, AT_SIZE_OF,
-                        AT_STRIP_PAIRS, AT_TOP_SCRATCH, AT_WORD, LN2, LOG2E, at_ahead, at_angles, at_exp2,
-                        at_float_of_bf16, at_float_of_f16, at_guard_enter, at_guard_leave, at_idle_like, at_isa,
-                        at_isa_at, at_isa_count, at_isa_supported, at_log2, at_mask_run, at_mask_words, at_pool_run,
-                        at_pool_workers, at_rotary_rows, at_scratch, at_tiles, at_top, at_value_rows)
+                        AT_FEW_KEYS, AT_I8, AT_MAX_ROWS, AT_MIN_POWER_F32, AT_MIN_POWER_F64, AT_PANEL, AT_PEAK_FMAS,
+                        AT_ROTATION, AT_SIZE_OF, AT_STRIP_PAIRS, AT_TOP_SCRATCH, AT_WORD, LN2, LOG2E, at_ahead,
+                        at_angles, at_exp2, at_float_of_bf16, at_float_of_f16, at_guard_enter, at_guard_leave,
+                        at_idle_like, at_isa, at_isa_at, at_isa_count, at_isa_supported, at_log2, at_mask_run,
+                        at_mask_words, at_pool_run, at_pool_workers, at_rotary_rows, at_scratch, at_tiles, at_top,
+                        at_value_rows)
 
 import numpy
 
@@ -139,7 +140,8 @@ def read_plainly(const float[::1] data, int threads):
 
 def constants():
     """The numbers of kernels.h that constants.py repeats, by their names there."""
-    return {"ALIGN": AT_ALIGN, "CHUNK": AT_CHUNK, "LOG2E": LOG2E, "PANEL": AT_PANEL}
+    return {"ALIGN": AT_ALIGN, "CHUNK": AT_CHUNK, "LOG2E": LOG2E,
+            "MIN_POWER": {4: AT_MIN_POWER_F32, 8: AT_MIN_POWER_F64}, "PANEL": AT_PANEL}
 
 
 def compiler():

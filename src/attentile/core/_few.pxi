@@ -10,7 +10,8 @@
 # Such a call is a single reading of K and V, each row once for all query rows of the group, so it is bound by memory;
 # what this file does is to keep reading while it computes. If there are fewer heads than the threads need, threads
 # split the chunks of a head. To keep the bits, their results are then merged chunk by chunk from the left, as one
-# thread does it.
+# thread does it. Where a token's heads lie side by side in memory, as projections leave them, a task takes a chunk for
+# all heads before the next chunk, so that memory is read in order.
 #
 # Included by _core.pyx after _blocks.pxi and _pass.pxi, whose start_rows, score_chunk and close_rows it uses.
 
@@ -34,7 +35,7 @@ cdef void score_few(const Job *job, Block *block, Shared *shared, Rows k, const 
         return
     tiles.few_scores[job.few_k_format](s, block.qt, block.n_rows, k.first + start * k.stride, k.stride,
                                        NULL if job.pages != NULL else shared.panels, job.width, n,
-                                       v + start * job.v.row if job.fetch else NULL, job.v.row)
+                                       v + start * job.v.row if job.fetch and not job.together else NULL, job.v.row)
     if job.bias.data != NULL:
         column = bring_bias(job, block, shared, key, n)
     for r in range(block.n_rows):
@@ -124,7 +125,10 @@ cdef void weigh_few(const Job *job, Block *block, Shared *shared, ChunkRows rows
         return
     values.rows, values.stride = v.first, v.stride
     values.keys, values.scales = n, NULL
-    values.ahead, values.ahead_stride = keys_ahead(job, visit), job.k.row
+    if job.together:                            # later rows of its own, which no hardware foresees
+        values.ahead, values.ahead_stride = v.first + AHEAD * v.stride, v.stride
+    else:
+        values.ahead, values.ahead_stride = keys_ahead(job, visit), job.k.row
     tiles.few_values[job.few_v_format](rows.values, rows.sum, s, block.n_rows, &values, job.value_width)
 
 
@@ -143,39 +147,43 @@ cdef void merge_chunk(const Job *job, Block *block, Shared *shared, ChunkRows ro
     block.first = False
 
 
+cdef void visit_chunk(const Job *job, Block *block, Shared *shared, const Visit *visit, bint whole,
+                      bint careful) noexcept nogil:
+    """One chunk, into the block's rows if they are `whole`, else into partial results."""
+    cdef Py_ssize_t b = visit.b, head = visit.head, c = visit.c
+    cdef Rows k = few_keys(job, block, shared, visit)
+    cdef Run run
+    cdef char *visited
+    cdef ChunkRows rows = own_rows(shared)
+    cdef bint seen
+    run.chunk = c * AT_CHUNK
+    seen = score_chunk(job, block, shared, k, value_chunk(job, b, head, c), run.chunk, &run.start, &run.stop)
+    if not whole:
+        rows = chunk_rows_at(job, b * job.kv_heads + head, c, &visited)
+        visited[0] = seen
+        if seen:                                # for the lanes that are no rows: -inf and 0
+            memcpy(rows.block_max, shared.block_max, block.pitch * job.tiles.itemsize)
+            memcpy(rows.sum, shared.sum, block.pitch * job.tiles.itemsize)
+    if seen:
+        weigh_few(job, block, shared, rows, visit, &run, careful)
+        if whole:
+            merge_chunk(job, block, shared, rows)
+
+
 cdef void visit_few(const Job *job, Block *block, Shared *shared, Py_ssize_t b, Py_ssize_t head, Py_ssize_t split,
                     bint careful) noexcept nogil:
     """The chunks that some row sees, or those of one split; careful: all of them, again."""
-    cdef Py_ssize_t first = block.lo // AT_CHUNK, end = max(chunks_before(block.hi), first), c
-    cdef Py_ssize_t n = end - first
+    cdef Py_ssize_t first = block.lo // AT_CHUNK, end = max(chunks_before(block.hi), first), n = end - first
     cdef bint whole = job.splits == 1 or careful
-    cdef Run run
-    cdef char *visited
     cdef Visit visit
-    cdef ChunkRows own = own_rows(shared), there
     start_rows(job, block)
     if not whole:
         first, end = first + n * split // job.splits, first + n * (split + 1) // job.splits
     pack_rows(job, block, shared)
     visit.b, visit.head = b, head
     visit.first, visit.end = first, end
-    for c in range(first, end):
-        visit.c = c
-        run.chunk = c * AT_CHUNK
-        if whole:
-            if score_chunk(job, block, shared, few_keys(job, block, shared, &visit), value_chunk(job, b, head, c),
-                           run.chunk, &run.start, &run.stop):
-                weigh_few(job, block, shared, own, &visit, &run, careful)
-                merge_chunk(job, block, shared, own)
-            continue
-        there = chunk_rows_at(job, b * job.kv_heads + head, c, &visited)
-        visited[0] = score_chunk(job, block, shared, few_keys(job, block, shared, &visit),
-                                 value_chunk(job, b, head, c), run.chunk, &run.start, &run.stop)
-        if visited[0]:
-            # For the lanes that are no rows: -inf and 0.
-            memcpy(there.block_max, shared.block_max, block.pitch * job.tiles.itemsize)
-            memcpy(there.sum, shared.sum, block.pitch * job.tiles.itemsize)
-            weigh_few(job, block, shared, there, &visit, &run, careful)
+    for visit.c in range(first, end):
+        visit_chunk(job, block, shared, &visit, whole, careful)
 
 
 cdef void close_few(const Job *job, Block *block, Shared *shared, Py_ssize_t b, Py_ssize_t head) noexcept nogil:
@@ -208,6 +216,38 @@ cdef void few_task(void *job_pointer, Py_ssize_t index, int slot) noexcept nogil
         visit_few(job, block, shared, b, head % job.kv_heads, index % job.splits, False)
         if job.splits == 1:
             close_few(job, block, shared, b, head % job.kv_heads)
+
+
+cdef void together_task(void *job_pointer, Py_ssize_t index, int slot) noexcept nogil:
+    """Chunk after chunk of an item, or those of one split, each for all heads."""
+    cdef const Job *job = <const Job *> job_pointer
+    cdef char *free_bytes = job.scratch + slot * job.scratch_per_slot
+    cdef Shared *shared = open_shared(job, &free_bytes)
+    cdef char *block_bytes
+    cdef Block *block
+    cdef Py_ssize_t head, n, lo = job.keys, hi = 0, split = index % job.splits
+    cdef Visit visit
+    visit.b = index // job.splits
+    for head in range(job.kv_heads):
+        block_bytes = free_bytes + head * job.block_bytes
+        block = <Block *> take(&block_bytes, sizeof(Block))
+        open_block(job, block, block_bytes, visit.b, head, 0)
+        start_rows(job, block)
+        pack_rows(job, block, shared)
+        lo = min(lo, block.lo)
+        hi = max(hi, block.hi)
+    visit.first = lo // AT_CHUNK
+    visit.end = max(chunks_before(hi), visit.first)
+    n = visit.end - visit.first
+    visit.end = visit.first + n * (split + 1) // job.splits
+    visit.first += n * split // job.splits
+    for visit.c in range(visit.first, visit.end):
+        for visit.head in range(job.kv_heads):
+            block = <Block *> (free_bytes + visit.head * job.block_bytes)
+            visit_chunk(job, block, shared, &visit, job.splits == 1, False)
+    if job.splits == 1:
+        for head in range(job.kv_heads):
+            close_few(job, <Block *> (free_bytes + head * job.block_bytes), shared, visit.b, head)
 
 
 cdef void merge_task(void *job_pointer, Py_ssize_t head, int slot) noexcept nogil:

@@ -9,6 +9,7 @@ cdef enum:
     MAX_THREADS = 256                           # of one call
     TASKS_PER_THREAD = 8                        # fewer blocks per task rather than fewer tasks than this
     FEW_TASKS_PER_THREAD = 4                    # few rows: heads are shared among threads below this
+    AHEAD = 16                                  # keys further on that are fetched where tokens' heads lie side by side
     MAX_SPLITS = 1 << 20                        # chunks of all heads, if they are: 2^28 keys; more is a repeating view
     NONE = 0                                    # kinds of a mask word over the rows of a block
     MIXED = 1
@@ -78,7 +79,8 @@ cdef struct Job:
     bint few                                    # all rows of a head are one block for the tiles with lanes = keys
     Py_ssize_t few_pitch                        # elements of a row of values in scratch
     int few_k_format, few_v_format              # those in which the tiles get keys and values
-    Py_ssize_t heads_per_task                   # those that a task takes one after the other,
+    bint together                               # a token's heads lie side by side: all of them, chunk after chunk;
+    Py_ssize_t heads_per_task                   #   or those that a task takes one after the other,
     Py_ssize_t splits                           #   or tasks that share the chunks of one head,
     char *partials                              #   which leave [head][chunk] partial results here
     Py_ssize_t partial_bytes, partials_per_head

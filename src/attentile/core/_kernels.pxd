@@ -19,6 +19,8 @@ cdef extern from "kernels/kernels.h" nogil:
         AT_ALIGN
         AT_PANEL
         AT_FEW_KEYS
+        AT_MIN_POWER_F32
+        AT_MIN_POWER_F64
         AT_PEAK_FMAS
         AT_STRIP_PAIRS
         AT_APART

@@ -410,7 +410,7 @@ cdef int run_job(Job *job, int threads) except -1 nogil:
         at_pool_run(attend_task, job, job.tasks, threads)
         return 0
     job.partials = job.scratch + threads * job.scratch_per_slot
-    at_pool_run(few_task, job, job.tasks, threads)
+    at_pool_run(together_task if job.together else few_task, job, job.tasks, threads)
     if job.splits > 1:                           # a few microseconds even for long caches
         at_pool_run(merge_task, job, heads, 1)
     return 0

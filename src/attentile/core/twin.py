@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..storage import kept_finite, widened
-from .constants import LOG2E
+from .constants import LOG2E, MIN_POWER
 
 Array = NDArray[Any]
 Place = tuple[slice, ...]
@@ -33,6 +33,7 @@ _BLOCK = 2**19  # scores: 2 MiB in float32 stay in a cache; more products would 
 _LEAST_ROWS = 64  # of a group, if there are so many: products of fewer rows wait for the keys
 _FEW_KEYS = 64  # it takes longer to find those that no row sees than to compute all
 _EVERY = slice(None)
+_LEAST = {itemsize: power / LOG2E for itemsize, power in MIN_POWER.items()}  # score of the smallest weight
 _LOWEST = {np.dtype(real).itemsize: np.finfo(real).min for real in (np.float32, np.float64)}
 
 
@@ -68,6 +69,16 @@ def cut(array: Array, place: Place | None, tail: int = 1) -> Array:
         return array
     sides = place[len(place) - array.ndim + tail :]
     return array[tuple(side if n > 1 else _EVERY for side, n in zip(sides, array.shape, strict=False))]
+
+
+def weights_of(scores: Array) -> Array:
+    """exp(scores), in their place; 0 below the smallest weight of kernels.h: BLAS is slow with subnormals, too."""
+    least = _LEAST[scores.itemsize]
+    if not scores.min(initial=0) >= least:
+        tiny = (scores < least) & (scores > 2 * least)  # of what is smaller, such as -inf, exp is 0 anyway
+        if tiny.any():
+            _exclude(scores, tiny)
+    return np.exp(scores, out=scores)
 
 
 # ---- scores ----
@@ -318,11 +329,11 @@ def _weighed(blocks: _Blocks, block: _Block, v: Array | None) -> _Rows:
     if before is not None:
         m = np.maximum(m, before.m)
     weights -= m
-    np.exp(weights, out=weights)
+    weights_of(weights)
     total = np.add.reduce(weights, axis=-1, keepdims=True)
     values = total[..., :0] if v is None else _values(blocks, block, v)
     if before is not None:
-        share = np.exp(before.m - m)
+        share = weights_of(before.m - m)
         total, values = total + share * before.total, values + share * before.values
     return _Rows(m, total, values, bool(total.all()))
 
@@ -412,7 +423,7 @@ def _weights_and_entropy(scores: Array, allowed: Array, sink: Array | None) -> t
     """(weights (..., rows, keys), entropies (..., rows)), by the formula of core/_stats.pxi, with sums in float64."""
     m = scores.max(axis=-1, keepdims=True, where=allowed, initial=-np.inf)
     x = np.where(allowed, scores - np.where(np.isneginf(m), 0, m), -np.inf)
-    e = np.exp(x)
+    e = weights_of(x.copy())
     most = np.count_nonzero(x == 0, axis=-1, keepdims=True)
     rest = np.where(x == 0, 0, e).sum(axis=-1, keepdims=True, dtype=np.float64)
     moment = (e * np.maximum(x, _LOWEST[x.itemsize])).sum(axis=-1, keepdims=True, dtype=np.float64)
@@ -449,6 +460,6 @@ def textbook(q: Array, k: Array, v: Array, scale: float, allowed: Array | None, 
         if allowed is not None:
             weights = np.where(allowed, weights, real(fill))
         weights -= weights.max(axis=-1, keepdims=True)
-        np.exp(weights, out=weights)
+        weights_of(weights)
         weights /= weights.sum(axis=-1, keepdims=True)
         return weights @ v, weights

@@ -44,7 +44,7 @@ INLINE __m256 f32v_copy_sign(__m256 a, __m256 b) {
     return _mm256_or_ps(f32v_abs(a), _mm256_and_ps(_mm256_set1_ps(-0.0f), b));
 }
 INLINE __m256 f32v_round(__m256 x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-/* p * 2^n, 0 where x is below the smallest normal exponent. NaN converts to 0x80000000, whose shift is 0. */
+/* p * 2^n, 0 where x is below the power of the smallest weight. NaN converts to 0x80000000, whose shift is 0. */
 INLINE __m256 f32v_scale_from(__m256 p, __m256 n, __m256 x) {
     const __m256i shift = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
     const __m256 scaled = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), shift));

@@ -42,7 +42,7 @@ INLINE __m512 f32v_copy_sign(__m512 a, __m512 b) { /* bitwise select: the sign b
     return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(sign, _mm512_castps_si512(b), _mm512_castps_si512(a), 0xca));
 }
 INLINE __m512 f32v_round(__m512 x) { return _mm512_roundscale_ps(x, 8); }
-/* p * 2^n, 0 where x is below the smallest normal exponent; NaN in x stays NaN in p and passes. */
+/* p * 2^n, 0 where x is below the power of the smallest weight; NaN in x stays NaN in p and passes. */
 INLINE __m512 f32v_scale_from(__m512 p, __m512 n, __m512 x) {
     return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(EXP2_MIN_F32), _CMP_NLT_UQ), p, n);
 }

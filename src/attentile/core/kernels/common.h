@@ -46,7 +46,7 @@ INLINE void at_fetch(const at_ahead* ahead, ptrdiff_t j, ptrdiff_t n, ptrdiff_t 
     0x1.c062d7c810824p-32, 0x1.e605f960b6a12p-28, 0x1.b541680643fabp-24, 0x1.62bfd49ed6ee8p-20, 0x1.ffcbee3ae07b2p-17, \
         0x1.4309130961180p-13, 0x1.5d87fe7bbbe89p-10, 0x1.3b2ab6fba1e1cp-7, 0x1.c6b08d7048f31p-5,                      \
         0x1.ebfbdff82c598p-3, 0x1.62e42fefa39f3p-1, 1.0
-#define EXP2_MIN_F32 (-126.0f) /* exponents of the smallest normals: below them exp2 is exactly 0 */
-#define EXP2_MIN_F64 (-1022.0)
+#define EXP2_MIN_F32 ((float)AT_MIN_POWER_F32) /* below it exp2 is exactly 0 */
+#define EXP2_MIN_F64 ((double)AT_MIN_POWER_F64)
 
 #endif

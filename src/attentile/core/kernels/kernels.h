@@ -23,6 +23,13 @@
  * this, so a row that goes on from what it knew after key AT_CHUNK * n runs the chain of one call over all keys, with its
  * bits. A sink is applied when the row is finished. In Python this is Partial (partial.py).
  *
+ * SMALLEST WEIGHT. exp2 is exactly 0 below 2^AT_MIN_POWER, everywhere and on every ISA: weights in units of their chunk,
+ * factors of a merge (alpha, beta), weights that are known to the end. What is lost is far below rounding: l is at least
+ * 1, and all keys that are left out together have at most keys * 2^AT_MIN_POWER of it, 2^-69 for 2^31 keys of float,
+ * where half a unit in the last place is 2^-24. What is won: on many processors an operation whose result is subnormal
+ * takes as long as a hundred others, and the first sums of every peaked row would be. Now they are normal if the values
+ * that are not 0 are at least 2^-26 (float), as all of float16 are, or 2^-62 (double).
+ *
  * ASSUMPTIONS, checked in Python and Cython, never here: sizes are positive unless said otherwise; scratch pointers
  * (qt, st, ot and the per-lane vectors) are aligned to AT_ALIGN and hold whole vectors; row pointers are aligned
  * to their element; the last axis of a row is contiguous unless a stride is given. Strides are in bytes.
@@ -63,8 +70,10 @@ _Static_assert(sizeof(void*) == 8, "the core is for processors of 64 bits");
 #else
 #define AT_EXPORTED __attribute__((visibility("default")))
 #endif
-#define AT_PANEL 16    /* keys per panel, the layout of stored keys: panel[d][AT_PANEL] */
-#define AT_FEW_KEYS 64 /* keys that few_scores brings into panels at once */
+#define AT_PANEL 16             /* keys per panel, the layout of stored keys: panel[d][AT_PANEL] */
+#define AT_FEW_KEYS 64          /* keys that few_scores brings into panels at once */
+#define AT_MIN_POWER_F32 (-100) /* of the smallest weight, see above; the smallest normals are 2^-126 and 2^-1022 */
+#define AT_MIN_POWER_F64 (-960)
 #define AT_LOG2E 1.4426950408889634074
 #define AT_LN2 0.69314718055994530942
 
@@ -164,7 +173,8 @@ typedef struct {
     void (*unpack)(char* const* rows, const void* ot, const void* factor, ptrdiff_t n_rows, int vectors,
                    ptrdiff_t width);
 
-    /* row[j] *= exp2(block_max - m) / l: the weights of one chunk become final ones. */
+    /* row[j] *= exp2(block_max - m) / l: the weights of one chunk become final ones; 0 where that is below the smallest
+     * weight before the division. */
     void (*rescale)(void* row, ptrdiff_t keys, double block_max, double m, double l);
 
     /* ---- Few rows: lanes are keys, then columns (few.inc). Scores lie in s[r][AT_CHUNK], values in o[r][pitch] with
@@ -308,7 +318,8 @@ void at_pool_run(at_task task, void* job, ptrdiff_t tasks, int threads);
 AT_EXPORTED int at_pool_workers(void); /* threads started so far; found by this name in the loaded library */
 void* at_scratch(size_t bytes);        /* this thread's scratch, AT_ALIGN aligned, kept; NULL: no memory */
 
-/* scalar.c. The same bits on every machine, which the C library's do not give; off by at most 0.52 and 1.3 ULP. */
+/* scalar.c. The same bits on every machine, which the C library's do not give; off by at most 0.52 and 1.3 ULP. at_exp2 is
+ * 0 below 2^AT_MIN_POWER_F64. */
 double at_log2(double x);
 double at_exp2(double x);
 

@@ -63,7 +63,7 @@ INLINE float32x4_t f32v_copy_sign(float32x4_t a, float32x4_t b) { /* the sign bi
     return vbslq_f32(vdupq_n_u32(UINT32_C(1) << 31), b, a);
 }
 INLINE float32x4_t f32v_round(float32x4_t x) { return vrndnq_f32(x); }
-/* p * 2^n, 0 where x is below the smallest normal exponent. NaN converts to 0, so it stays NaN in p and passes. */
+/* p * 2^n, 0 where x is below the power of the smallest weight. NaN converts to 0, so it stays NaN in p and passes. */
 INLINE float32x4_t f32v_scale_from(float32x4_t p, float32x4_t n, float32x4_t x) {
     const int32x4_t shift = vshlq_n_s32(vcvtnq_s32_f32(n), 23);
     const int32x4_t scaled = vaddq_s32(vreinterpretq_s32_f32(p), shift);

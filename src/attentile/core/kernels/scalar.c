@@ -55,7 +55,7 @@ double at_exp2(double x) {
     static const double c[] = {EXP2_F64};
     if (x != x) return x;
     if (x >= 1024) return (double)INFINITY;
-    if (x < -1076) return 0; /* the smallest subnormal is 2^-1074 */
+    if (x < EXP2_MIN_F64) return 0;
     const double n = (x + 0x1.8p52) - 0x1.8p52, f = x - n;
     double p = c[0];
     for (size_t t = 1; t < sizeof c / sizeof *c; t++) p = p * f + c[t];
