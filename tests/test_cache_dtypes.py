@@ -61,10 +61,11 @@ def test_out_for_queries_of_another_dtype_is_that_of_the_result():
         cache.attend(q, out=out.astype(q.dtype), mask=np.ones((5, 5), bool))
 
 
+@pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("dtype", ["float64", "float16", "int64"])
-def test_no_cache_is_converted_for_a_query_or_a_token(compiled, dtype):
+def test_no_cache_is_converted_for_a_query_or_a_token(compiled, dtype, stored):
     """However long the cache and large the weights: less memory than they would take."""
-    cache, x = KVCache(1, 8, 64), normal(1, 8, 2048, 64)
+    cache, x = KVCache(1, 8, 64, dtype=stored), normal(1, 8, 2048, 64)
     cache.append(x, x)
     q = x[:, :, :1].astype(dtype)
     cache.attend(q)  # threads and scratch are there from here on
@@ -138,6 +139,34 @@ def test_what_is_too_large_becomes_infinite(either, dtype, limit):
     assert_array_equal(found[[0, 2]], [np.inf, -np.inf])
     assert_array_equal(found[1], 65504 if dtype == "float16" else 2.0**128 - 2.0**120)
     assert 0 < found[3] < 1e-7  # subnormal
+
+
+@pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("options", [{}, {"rotary": {}}, {"window": (3, 0), "sink_tokens": 2}])
+def test_bits_of_bfloat16_in_and_out(impl, stored, options):
+    """dtype="bfloat16" for arrays of uint16, as torch gives them: the same as ml_dtypes' arrays, to the bit."""
+    kind = dtype_of("bfloat16")
+    k, v = ((3 * x).astype(kind) for x in pair_of(1, 2, 40, 8))
+    q, bias = normal(1, 4, 2, 8).astype(kind), normal(2, 40).astype(kind)
+    one, other = KVCache(1, 2, 8, dtype=stored, **options), KVCache(1, 2, 8, dtype=stored, **options)
+    for rows in (slice(0, 37), slice(37, 38), slice(38, 40)):
+        one.append(k[:, :, rows], v[:, :, rows])
+        other.append(k[:, :, rows].view(np.uint16), v[:, :, rows].view(np.uint16), dtype="bfloat16")
+    assert_array_equal(other.keys(), one.keys())
+    assert_array_equal(other.values(), one.values())
+    for more in ({}, {"bias": bias, "return_weights": True, "return_lse": True}):
+        given = {name: x.view(np.uint16) if name == "bias" else x for name, x in more.items()}
+        found = other.attend(q.view(np.uint16), dtype="bfloat16", **given)
+        if stored == "float16":  # of which NumPy knows no common dtype with ml_dtypes' bfloat16
+            assert_same(impl, found, other.attend(q.astype(np.float32), dtype="bfloat16", **given))
+            continue
+        expected = one.attend(q, **more)
+        for a, b in zip(found, expected, strict=True) if more else [(found, expected)]:
+            same_bits(a.view(b.dtype), b)
+    with pytest.raises(ValueError, match=r"^KVCache\.append: dtype is 'float16'; it says what arrays of uint16 hold"):
+        other.append(k, v, dtype="float16")
+    with pytest.raises(ValueError, match=r"^KVCache\.attend: dtype is 'float16'; it says what arrays of uint16 hold"):
+        other.attend(q, dtype="float16")
 
 
 def test_integers_of_16_bits_are_no_bits(either):

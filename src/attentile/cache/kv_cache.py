@@ -209,7 +209,8 @@ class KVCache:
         Raises
         ------
         TypeError, ValueError
-            Wrong shapes or dtypes, lengths beyond n, more tokens than the capacity. The cache is then as before.
+            Wrong shapes or dtypes, lengths beyond n, more tokens than the capacity, another dtype=. The cache is then
+            as before.
         IndexError
             A token at a position for which the tables of `rotary` have no row. The cache is then as before.
         RuntimeError

@@ -93,6 +93,7 @@ INLINE void f32v_store_f16(uint16_t* p, __m256 x) {
 }
 
 #define READS_STORED
+#define HAS_STORE_F16
 #define REAL float
 #define LARGEST FLT_MAX
 #define LANES 8

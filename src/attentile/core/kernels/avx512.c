@@ -102,6 +102,7 @@ INLINE void f32v_store_f16(uint16_t* p, __m512 x) {
 }
 
 #define READS_STORED
+#define HAS_STORE_F16
 #define HAS_PARTS
 #define REAL float
 #define LARGEST FLT_MAX

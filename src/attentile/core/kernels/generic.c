@@ -97,10 +97,6 @@ INLINE f32v_vec f32v_bf16_second(f32v_vec x) {
     return f32v_load_bf16(second);
 }
 INLINE f32v_vec f32v_load_i8(const int8_t* p) { return (f32v_vec){p[0], p[1], p[2], p[3]}; }
-INLINE void f32v_store_f16(uint16_t* p, f32v_vec x) {
-    UNROLL(4)
-    for (int i = 0; i < 4; i++) p[i] = at_f16_of(x[i]);
-}
 
 #define READS_STORED
 #define REAL float

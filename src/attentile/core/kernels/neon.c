@@ -105,6 +105,7 @@ INLINE float32x4_t f32v_load_i8(const int8_t* p) {
 INLINE void f32v_store_f16(uint16_t* p, float32x4_t x) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
 
 #define READS_STORED
+#define HAS_STORE_F16
 #define REAL float
 #define LARGEST FLT_MAX
 #define LANES 4
