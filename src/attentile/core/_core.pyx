@@ -24,7 +24,7 @@ from libc.stdint cimport int64_t, uint16_t, uint32_t, uintptr_t
 from libc.string cimport memcpy, memset
 
 from ._kernels cimport (AT_ALIGN, AT_ALTERNATING, AT_ANGLE_BLOCK, AT_APART, AT_BF16, AT_CHUNK, AT_F16, AT_F32, AT_F64,
-                        AT_FEW_KEYS, AT_I8, AT_MAX_ROWS, AT_MIN_POWER_F32, AT_MIN_POWER_F64, AT_PANEL, AT_PEAK_FMAS,
+                        AT_FEW_KEYS, AT_MAX_ROWS, AT_MIN_POWER_F32, AT_MIN_POWER_F64, AT_PANEL, AT_PEAK_FMAS,
                         AT_ROTATION, AT_SIZE_OF, AT_STRIP_PAIRS, AT_TOP_SCRATCH, AT_WORD, LN2, LOG2E, at_ahead,
                         at_angles, at_exp2, at_float_of_bf16, at_float_of_f16, at_guard_enter, at_guard_leave,
                         at_idle_like, at_isa, at_isa_at, at_isa_count, at_isa_supported, at_log2, at_mask_run,

@@ -124,7 +124,7 @@ cdef void weigh_few(const Job *job, Block *block, Shared *shared, ChunkRows rows
         tiles.few_values_marked(rows.values, rows.sum, s, block.n_rows, v.first, v.stride, job.value_width, n)
         return
     values.rows, values.stride = v.first, v.stride
-    values.keys, values.scales = n, NULL
+    values.keys = n
     if job.together:                            # later rows of its own, which no hardware foresees
         values.ahead, values.ahead_stride = v.first + AHEAD * v.stride, v.stride
     else:

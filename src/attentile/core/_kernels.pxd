@@ -11,7 +11,6 @@ cdef extern from "kernels/kernels.h" nogil:
         AT_BF16
         AT_F32
         AT_F64
-        AT_I8
         AT_CHUNK
         AT_WORD
         AT_MAX_VECTORS
@@ -38,7 +37,6 @@ cdef extern from "kernels/kernels.h" nogil:
     ctypedef struct at_value_rows:
         const char *rows
         Py_ssize_t stride, keys
-        const void *scales
         const char *ahead
         Py_ssize_t ahead_stride
 

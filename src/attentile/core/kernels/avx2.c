@@ -85,9 +85,6 @@ INLINE __m256 f32v_bf16_second(__m256 x) {
 INLINE __m256 f32v_load_bf16(const uint16_t* p) {
     return f32v_bf16_first(_mm256_castsi256_ps(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p))));
 }
-INLINE __m256 f32v_load_i8(const int8_t* p) {
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
-}
 INLINE void f32v_store_f16(uint16_t* p, __m256 x) {
     _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }

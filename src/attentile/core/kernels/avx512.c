@@ -91,12 +91,6 @@ INLINE __m512 f32v_load_bf16_part(const uint16_t* p, ptrdiff_t n) {
     const __m256i x = _mm256_maskz_loadu_epi16((__mmask16)((1u << n) - 1), p);
     return f32v_bf16_first(_mm512_castsi512_ps(_mm512_cvtepu16_epi32(x)));
 }
-INLINE __m512 f32v_load_i8(const int8_t* p) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
-}
-INLINE __m512 f32v_load_i8_part(const int8_t* p, ptrdiff_t n) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8((__mmask16)((1u << n) - 1), p)));
-}
 INLINE void f32v_store_f16(uint16_t* p, __m512 x) {
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }

@@ -96,7 +96,6 @@ INLINE f32v_vec f32v_bf16_second(f32v_vec x) {
     const uint16_t second[4] = {pairs[1], pairs[3], pairs[5], pairs[7]};
     return f32v_load_bf16(second);
 }
-INLINE f32v_vec f32v_load_i8(const int8_t* p) { return (f32v_vec){p[0], p[1], p[2], p[3]}; }
 
 #define READS_STORED
 #define REAL float

@@ -38,7 +38,7 @@ at_tiles at_idle_like(const at_tiles* tiles) {
         .softcap = softcap,
         .alibi = alibi,
         .exclude = exclude,
-        .few_scores = {few_scores, few_scores, few_scores, few_scores, few_scores},
+        .few_scores = {few_scores, few_scores, few_scores, few_scores},
         .few_bias = few_bias,
         .few_alibi = few_alibi,
         .few_exclude = few_exclude,

@@ -78,10 +78,9 @@ _Static_assert(sizeof(void*) == 8, "the core is for processors of 64 bits");
 #define AT_LN2 0.69314718055994530942
 
 /* Formats of numbers, where they need not be the type of the tiles. */
-enum { AT_F16, AT_BF16, AT_F32, AT_F64, AT_I8, AT_FORMATS };
+enum { AT_F16, AT_BF16, AT_F32, AT_F64, AT_FORMATS };
 
-#define AT_SIZE_OF(format)                                                                                             \
-    ((ptrdiff_t)((format) == AT_F64 ? 8 : (format) == AT_F32 ? 4 : (format) == AT_I8 ? 1 : 2)) /* bytes */
+#define AT_SIZE_OF(format) ((ptrdiff_t)((format) == AT_F64 ? 8 : (format) == AT_F32 ? 4 : 2)) /* bytes */
 
 /* Rows that are needed soon and lie outside the core's caches: `bytes` from rows[r] + offset on, or from data + r * stride
  * where rows is NULL. Their way from L3 or memory hides behind the scores, if it is spread over their tiles; as one burst it
@@ -96,7 +95,6 @@ typedef struct {
 typedef struct {
     const char* rows;
     ptrdiff_t stride, keys;
-    const void* scales; /* AT_I8: REAL per row, the factor of its numbers */
     const char* ahead;
     ptrdiff_t ahead_stride;
 } at_value_rows;

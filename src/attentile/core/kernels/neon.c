@@ -96,12 +96,6 @@ INLINE float32x4_t f32v_bf16_first(float32x4_t x) {
 INLINE float32x4_t f32v_bf16_second(float32x4_t x) {
     return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(x), vdupq_n_u32(0xffff0000)));
 }
-INLINE float32x4_t f32v_load_i8(const int8_t* p) {
-    uint32_t bits;
-    memcpy(&bits, p, sizeof bits);
-    const int16x8_t wide = vmovl_s8(vcreate_s8(bits));
-    return vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide)));
-}
 INLINE void f32v_store_f16(uint16_t* p, float32x4_t x) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
 
 #define READS_STORED
