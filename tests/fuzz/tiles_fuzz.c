@@ -14,6 +14,7 @@
 #include <string.h>
 #include <time.h>
 
+#include "halves.h"
 #include "kernels.h"
 
 #define SINGLE 4 /* bytes of a float */
@@ -36,6 +37,9 @@ typedef struct { /* one case: rows x keys of one chunk */
     char **q, **out, **bias_rows, **mask_rows;
     char *k, *v;
     ptrdiff_t k_stride, v_stride;
+    int format;        /* in which keys and values are stored: the type of the tiles, or one of 16 bits */
+    char *k16, *v16;   /* the same numbers in 16 bits; NULL: they are not */
+    ptrdiff_t k16_stride, v16_stride;
     double slope[AT_MAX_ROWS], position[AT_MAX_ROWS];
 } chunk_case;
 
@@ -100,6 +104,19 @@ static void draw(chunk_case* c, source* from) {
     for (int x = 0; x < 4; x++) c->seed = c->seed << 8 | next(from, 256);
 }
 
+/* Rows of floats in 16 bits; the floats become what these hold. */
+static char* halves_of(const chunk_case* c, char* rows, ptrdiff_t stride, ptrdiff_t half_stride, ptrdiff_t width) {
+    char* halves = malloc((size_t)((c->keys - 1) * half_stride + width * 2));
+    for (ptrdiff_t j = 0; j < c->keys; j++)
+        for (ptrdiff_t d = 0; d < width; d++) {
+            uint16_t* half = (uint16_t*)(halves + j * half_stride) + d;
+            float* x = (float*)(rows + j * stride) + d;
+            *half = c->format == AT_F16 ? at_f16_of(*x) : at_bf16_of(*x);
+            *x = c->format == AT_F16 ? at_float_of_f16(*half) : at_float_of_bf16(*half);
+        }
+    return halves;
+}
+
 static void fill(chunk_case* c, source* from) {
     uint64_t seed = c->seed;
     const ptrdiff_t pad_k = c->item * next(from, 5), pad_v = c->item * next(from, 5);
@@ -114,6 +131,7 @@ static void fill(chunk_case* c, source* from) {
         for (ptrdiff_t j = 0; c->bias && j < c->keys; j++)
             if (number(&seed) > 1.8) put(c->bias_rows[r] + j * c->bias_stride, c->item, -(double)INFINITY);
     }
+    c->format = c->item == SINGLE ? (int[]){AT_F32, AT_F16, AT_BF16}[next(from, 3)] : AT_F64;
     c->k_stride = c->width * c->item + pad_k, c->v_stride = c->value_width * c->item + pad_v;
     c->k = malloc((size_t)((c->keys - 1) * c->k_stride + c->width * c->item)); /* the last row ends where it ends */
     c->v = malloc((size_t)((c->keys - 1) * c->v_stride + c->value_width * c->item));
@@ -122,12 +140,15 @@ static void fill(chunk_case* c, source* from) {
         for (ptrdiff_t e = 0; e < c->value_width; e++)
             put(c->v + j * c->v_stride + e * c->item, c->item, number(&seed));
     }
+    c->k16_stride = c->k_stride / 2, c->v16_stride = c->v_stride / 2;
+    c->k16 = c->format < AT_F32 ? halves_of(c, c->k, c->k_stride, c->k16_stride, c->width) : NULL;
+    c->v16 = c->format < AT_F32 ? halves_of(c, c->v, c->v_stride, c->v16_stride, c->value_width) : NULL;
 }
 
 static void release(chunk_case* c) {
     free_rows(c->q, c->n_rows), free_rows(c->out, c->n_rows), free_rows(c->bias_rows, c->n_rows);
     free_rows(c->mask_rows, c->n_rows);
-    free(c->k), free(c->v);
+    free(c->k), free(c->v), free(c->k16), free(c->v16);
 }
 
 static void set_all(char* p, ptrdiff_t item, ptrdiff_t n, double x) {
@@ -171,7 +192,8 @@ static void many(const at_tiles* t, const chunk_case* c, ptrdiff_t first, ptrdif
     at_mask_words(words, (const char* const*)c->mask_rows + first, c->mask_stride, n_rows, n, c->keys);
     set_all(top, item, n, -(double)INFINITY);
     t->exclude(st, top, words, v, c->keys, -(double)INFINITY);
-    t->softmax[v - 1](st, c->keys, top, m, l, alpha, beta, marked);
+    t->softmax[v - 1](st, c->keys, top, m, l, alpha, beta);
+    if (marked) t->exclude(st, slope, words, v, c->keys, -0.0); /* as the pass marks weights */
     if (marked)
         t->values_marked(ot, st, c->v, c->v_stride, c->value_width, c->keys, alpha, beta, 1, v);
     else
@@ -183,8 +205,33 @@ static void many(const at_tiles* t, const chunk_case* c, ptrdiff_t first, ptrdif
     free(panels), free(words);
 }
 
+/* From rows, from panels of a cache, or from either in 16 bits. */
+static void few_scores(const at_tiles* t, const chunk_case* c, char* s, const char* q, char* panels) {
+    const ptrdiff_t n = (c->keys + AT_PANEL - 1) / AT_PANEL * AT_PANEL * c->width;
+    char* stored = c->panels && c->k16 ? exactly(n * 2) : NULL;
+    if (stored) t->narrow(stored, panels, n, c->format);
+    const char* rows = c->k16 ? c->k16 : c->k;
+    const ptrdiff_t stride = c->k16 ? c->k16_stride : c->k_stride;
+    t->few_scores[c->format](s, q, c->n_rows, c->panels ? (stored ? stored : panels) : rows,
+                             c->panels ? c->width * AT_SIZE_OF(c->format) : stride, c->panels ? NULL : panels, c->width,
+                             c->keys, c->seed % 2 ? c->v : NULL, c->v_stride);
+    free(stored);
+}
+
+/* Whether `widen` and `narrow` lead from one form of the values to the other and back. */
+static void both_ways(const at_tiles* t, const chunk_case* c, const char* isa) {
+    char *wide = exactly(c->value_width * c->item), *half = exactly(c->value_width * 2);
+    t->widen(wide, c->v16, c->value_width, c->format);
+    t->narrow(half, wide, c->value_width, c->format);
+    if (memcmp(wide, c->v, (size_t)(c->value_width * c->item))) fail("widen differs", isa, c);
+    if (memcmp(half, c->v16, (size_t)(c->value_width * 2))) fail("narrow differs", isa, c);
+    free(wide), free(half);
+}
+
 /* Few rows: lanes are keys. All rows at once. */
 static void few(const at_tiles* t, const chunk_case* c, int marked) {
+    const at_value_rows values = {.rows = c->v16 ? c->v16 : c->v, .stride = c->v16 ? c->v16_stride : c->v_stride,
+                                  .keys = c->keys, .ahead = c->seed % 2 ? c->k : NULL, .ahead_stride = c->k_stride};
     const ptrdiff_t item = c->item, lanes = t->lanes, pitch = (c->value_width + lanes - 1) / lanes * lanes;
     const ptrdiff_t vectors = (c->n_rows + t->lanes - 1) / t->lanes, n = vectors * t->lanes;
     char *q = exactly(c->n_rows * c->width * item), *s = exactly(c->n_rows * AT_CHUNK * item);
@@ -195,8 +242,7 @@ static void few(const at_tiles* t, const chunk_case* c, int marked) {
     set_all(m, item, n, -(double)INFINITY), set_all(l, item, n, 0), set_all(top, item, n, 0), set_all(sum, item, n, 0);
     at_mask_words(words, (const char* const*)c->mask_rows, c->mask_stride, c->n_rows, n, c->keys);
     t->few_pack(q, (const char* const*)c->q, c->n_rows, c->width, factor_of(c));
-    t->few_scores(from, q, c->n_rows, c->panels ? panels : c->k, c->panels ? c->width * item : c->k_stride,
-                  c->panels ? NULL : panels, c->width, c->keys, c->seed % 2 ? c->v : NULL, c->v_stride);
+    few_scores(t, c, from, q, panels);
     for (ptrdiff_t r = 0; r < c->n_rows; r++) {
         char* row = from + r * AT_CHUNK * item;
         char* unused = exactly(t->lanes * item);
@@ -205,15 +251,15 @@ static void few(const at_tiles* t, const chunk_case* c, int marked) {
             t->softcap(row, unused, 1, (c->keys + t->lanes - 1) / t->lanes, -2 / 5.0, AT_LOG2E * 5.0);
         if (c->bias) t->few_bias(row, c->bias_rows[r], c->bias_stride, c->keys);
         if (c->alibi) t->few_alibi(row, c->slope[r], c->position[r], c->keys);
-        t->few_exclude(row, words + r, n, c->keys);
-        put(top + r * item, item, t->few_softmax(row, c->keys, marked));
+        t->few_exclude(row, words + r, n, c->keys, -(double)INFINITY);
+        put(top + r * item, item, t->few_softmax(row, c->keys));
+        if (marked) t->few_exclude(row, words + r, n, c->keys, -0.0);
         free(unused);
     }
     if (marked)
         t->few_values_marked(o, sum, from, c->n_rows, c->v, c->v_stride, c->value_width, c->keys);
     else
-        t->few_values(o, sum, from, c->n_rows, c->v, c->v_stride, c->value_width, c->keys, c->seed % 2 ? c->k : NULL,
-                      c->k_stride);
+        t->few_values[c->format](o, sum, from, c->n_rows, &values, c->value_width);
     t->few_merge(top, sum, m, l, alpha, beta, (int)vectors);
     t->reciprocal(alpha, l, (int)vectors);
     for (ptrdiff_t r = 0; r < c->n_rows; r++)
@@ -246,6 +292,7 @@ int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
         const at_tiles* t = c.item == SINGLE ? isa->f32 : isa->f64;
         const int fma = strcmp(isa->name, "generic") != 0;
         const ptrdiff_t block = t->lanes * t->max_vectors;
+        if (c.v16) both_ways(t, &c, isa->name);
         for (int marked = 0; marked < 2; marked++) {
             for (ptrdiff_t r = 0; r < c.n_rows; r += block)
                 many(t, &c, r, c.n_rows - r < block ? c.n_rows - r : block, marked);
