@@ -155,7 +155,6 @@ README_CASES = (
     "segments-8k",
     "dec-llama",
     "dec-b16",
-    "fp16-1k",
 )
 
 
