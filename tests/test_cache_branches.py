@@ -353,7 +353,7 @@ def broken_off(change: str, at: int) -> int:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_broken_off_at_any_line_keeps_the_pages(impl, change):
+def test_a_change_broken_off_at_any_line_keeps_the_pages(either, change):
     lines = broken_off(change, 0)
     assert lines > 3
     for line in range(1, lines + 1):

@@ -89,8 +89,13 @@ def check(cache: KVCache, texts: list[Text], rows: int = 1, mask: Array = None, 
         assert_allclose(lse[b, h, i], wanted[2], rtol=1e-10, atol=1e-13)
 
 
-@pytest.mark.parametrize(("left", "kept"), [(4, 2), (0, 1), (6, 9), (2, 30)])
-@pytest.mark.parametrize("kind", ROTARY)
+@pytest.mark.parametrize(
+    ("kind", "left", "kept"),
+    [
+        *(("plain", *window) for window in ((4, 2), (0, 1), (6, 9), (2, 30))),
+        *(("interleaved", 4, 2), ("interleaved", 6, 9), ("yarn", 0, 1), ("yarn", 2, 30)),
+    ],
+)
 @pytest.mark.parametrize("positions", ["text", "cache"])
 def test_against_row_by_row(impl, positions, kind, left, kept):
     cache, texts = grown(positions, ROTARY[kind], left, kept)

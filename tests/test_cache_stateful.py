@@ -185,9 +185,9 @@ class ReferenceMachine(CacheMachine):
 
 
 LIMITS = settings(
-    deadline=None, max_examples=150, stateful_step_count=25, suppress_health_check=[HealthCheck.too_slow]
+    deadline=None, max_examples=100, stateful_step_count=25, suppress_health_check=[HealthCheck.too_slow]
 )  # fmt: skip
 TestOnTheDefaultBackend = CacheMachine.TestCase
 TestOnTheDefaultBackend.settings = LIMITS
 TestOnTheReference = ReferenceMachine.TestCase
-TestOnTheReference.settings = settings(LIMITS, max_examples=50)
+TestOnTheReference.settings = settings(LIMITS, max_examples=40)

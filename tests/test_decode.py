@@ -148,8 +148,11 @@ def test_poison_after_the_end_and_before_it(impl: str, value: float, threads: in
         assert not np.isfinite(attention(q, k, v, key_lengths=n, num_threads=threads)[..., 3]).any()
 
 
-@pytest.mark.parametrize("width", [1, 2, 3, 7, 8, 15, 16, 17, 33, 64, 80, 129])
-@pytest.mark.parametrize("value_width", [1, 5, 16, 31, 64, 144])
+@pytest.mark.parametrize(
+    ("width", "value_width"),
+    # Each with a few of the other: tests of report B40 have all pairs.
+    [*zip([1, 2, 3, 7, 8, 15, 16, 17, 33, 64, 80, 129] * 2, [1, 5, 16, 31, 64, 144, 5] * 4, strict=False)],
+)
 def test_odd_widths(impl: str, width: int, value_width: int) -> None:
     rng = np.random.default_rng(width)
     for keys in (1, 5, 16, 33, 300):

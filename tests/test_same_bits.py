@@ -83,6 +83,7 @@ def test_batch_heads_and_grouping(isa, kind, qkv):
 @pytest.mark.parametrize("poison", [0.0, np.nan, np.inf])
 def test_padding_after_the_last_visible_key(isa, poison, qkv):
     q, k, v = qkv
+    q = q[:, :, :70]  # a block and a part of one
     for n in (1, 31, 32, 33, 255, 256, 257, 600):
         alone = attention(q[0], k[0, :, :n], v[0, :, :n])
         padded_k, padded_v = k[0].copy(), v[0].copy()
