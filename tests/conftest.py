@@ -133,7 +133,7 @@ def is_whole_suite(config: pytest.Config) -> bool:
     """Whether everything here is to run, with nobody looking on: no choice of tests, no debugger, no direct output."""
     options = ("keyword", "markexpr", "lf", "stepwise", "usepdb", "trace", "collectonly")
     return (
-        [Path(argument).resolve() for argument in config.args] == [Path(__file__).parent]
+        [Path(argument).resolve() for argument in config.args] == [Path(__file__).resolve().parent]
         and not any(config.getoption(name, None) for name in options)
         and config.getoption("capture") != "no"
     )
