@@ -248,13 +248,38 @@ def _numbered(ids: list[Index]) -> list[Index]:
     return [some + np.arange(len(some))[:, None] * number for some in found]
 
 
+def _run_intervals(starts: NDArray[np.bool_]) -> tuple[Index, Index]:
+    """(first key, end) of the run of each key (items, keys), from where the runs start."""
+    first, keys = np.flatnonzero(starts), starts.shape[1]
+    lengths = np.diff(first, append=starts.size)
+    run = np.repeat(np.arange(first.size), lengths).reshape(starts.shape)
+    first -= first // keys * keys
+    return first[run], (first + lengths)[run]
+
+
+def _run_starts(ids: Index) -> NDArray[np.bool_]:
+    """Where ids (items, keys) differ from the one before; on one axis, as short rows take several times as long."""
+    flat = ids.ravel()
+    starts = np.ones(ids.shape, bool)
+    np.not_equal(flat[1:], flat[:-1], out=starts.reshape(-1)[1:])
+    starts[:, 0] = True
+    return starts
+
+
+def _ascending(ids: Index) -> bool:
+    """Whether the ids (items, keys) of each item are."""
+    flat = ids.ravel()
+    falls = flat[1:] < flat[:-1]
+    falls[ids.shape[1] - 1 :: ids.shape[1]] = False
+    return not falls.any()
+
+
 def _segment_intervals(query_ids: Index, key_ids: Index) -> tuple[Index, Index] | None:
     """(first key, end) of the segment of each query (items, rows); None if the keys of an id are not contiguous."""
     items, keys = key_ids.shape
     if keys == 0:
         return np.zeros_like(query_ids), np.zeros_like(query_ids)
-    starts = np.ones(key_ids.shape, bool)
-    np.not_equal(key_ids[:, 1:], key_ids[:, :-1], out=starts[:, 1:])
+    starts = _run_starts(key_ids)
     first = np.flatnonzero(starts)  # of each run of equal ids, counted through all items
     end, ids = np.append(first[1:], starts.size), key_ids.ravel()[first]
     before = np.arange(items)[:, None] * keys  # keys of the items before
@@ -265,8 +290,7 @@ def _segment_intervals(query_ids: Index, key_ids: Index) -> tuple[Index, Index] 
         if (ids[1:] == ids[:-1]).any():
             return None
     if query_ids is key_ids:
-        sides = [np.repeat(side, end - first).reshape(items, keys) - before for side in (first, end)]
-        return sides[0], sides[1]
+        return _run_intervals(starts)
     place = np.minimum(np.searchsorted(ids, query_ids), ids.size - 1)
     sides = [np.where(ids[place] == query_ids, side[order][place] - before, 0) for side in (first, end)]
     return sides[0], sides[1]
@@ -276,6 +300,10 @@ def _add_segments(found: Structure, segments: Any, lead: tuple[int, ...], querie
     """Intervals of each query's segment, or the comparison of ids where the keys of an id are not contiguous."""
     ids = _segment_ids(segments, lead, queries, keys)
     items = np.broadcast_shapes(*(some.shape[:-1] for some in ids))
+    if len(ids) == 1 and keys and _ascending(ids[0].reshape(-1, keys)):  # as most are: each id has one run of keys
+        lo, hi = _run_intervals(_run_starts(ids[0].reshape(-1, keys)))
+        found.segments = lo.reshape(*items, keys), hi.reshape(*items, keys)
+        return
     each = _numbered(
         [np.broadcast_to(some, items + some.shape[-1:]).reshape(math.prod(items), some.shape[-1]) for some in ids]
     )
