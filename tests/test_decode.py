@@ -207,3 +207,17 @@ def test_heads_of_a_token_side_by_side(isa, rows, threads):
         inside[2][:, :, keys // 2 :] = np.nan  # of keys that no row sees
         found = attention(*inside, key_lengths=keys // 2, num_threads=threads)
         np.testing.assert_array_equal(found, attention(q, k, v, key_lengths=keys // 2))
+
+
+@pytest.mark.parametrize("side_by_side", [False, True])
+@pytest.mark.parametrize("threads", [1, 2, 7])
+def test_every_item_is_computed(isa, threads, side_by_side):
+    """However many items there are for a task, and however a token's heads lie; also those of very many heads."""
+    for batch, heads in ((1, 300), (3, 2), (16, 2), (37, 3), (150, 2)):
+        q, k, v = (normal(batch, heads, n, 8, seed=n) for n in (1, 40, 41))
+        v = v[:, :, 1:]
+        if side_by_side:
+            k, v = (x.swapaxes(1, 2).copy().swapaxes(1, 2) for x in (k, v))
+        found = attention(q, k, v, out=np.full(q.shape, np.nan, np.float32), num_threads=threads)
+        for item in range(batch):
+            np.testing.assert_array_equal(found[item], attention(q[item], k[item].copy(), v[item].copy()))

@@ -41,6 +41,7 @@ cdef void choose_few(Job *job, Py_ssize_t rows, Py_ssize_t heads, int threads) n
     vector; and they can share the keys of a head among threads, which pays for more rows if there are too few heads.
     """
     cdef Py_ssize_t tiled = (rows + job.block_rows - 1) // job.block_rows * heads, chunks = chunks_before(job.keys)
+    cdef Py_ssize_t units
     job.few = (job.weights.data == NULL and not job.filling and rows <= AT_MAX_ROWS
                and (4 * rows <= 3 * job.tiles.lanes or (tiled < threads and chunks > 1)))
     if not job.few:
@@ -49,14 +50,17 @@ cdef void choose_few(Job *job, Py_ssize_t rows, Py_ssize_t heads, int threads) n
     job.few_k_format = job.k_format if job.tiles.few_scores[job.k_format] != NULL else own_format(job)
     job.few_v_format = job.v_format if job.tiles.few_values[job.v_format] != NULL else own_format(job)
     job.few_pitch = (job.value_width + job.tiles.lanes - 1) // job.tiles.lanes * job.tiles.lanes
-    job.together = (job.pages == NULL and job.kv_heads > 1 and 0 < job.k.head < job.k.row
+    job.together = (job.pages == NULL and 1 < job.kv_heads <= MAX_TOGETHER and 0 < job.k.head < job.k.row
                     and 0 < job.v.head < job.v.row)
-    if job.together:
-        job.blocks_per_task, heads = job.kv_heads, job.batch
-    job.splits, job.heads_per_task = 1, max(<Py_ssize_t> 1, heads // (TASKS_PER_THREAD * threads))
-    if heads < FEW_TASKS_PER_THREAD * threads and threads > 1 and chunks <= MAX_SPLITS // heads:
-        job.splits = min(chunks, (FEW_TASKS_PER_THREAD * threads + heads - 1) // heads)
-    job.tasks = (heads + job.heads_per_task - 1) // job.heads_per_task * job.splits
+    if job.together:                            # the heads of one item are a task's
+        units, job.heads_per_task = job.batch, 1
+        job.blocks_per_task = job.kv_heads
+    else:
+        units, job.heads_per_task = heads, max(<Py_ssize_t> 1, heads // (TASKS_PER_THREAD * threads))
+    job.splits = 1
+    if units < FEW_TASKS_PER_THREAD * threads and threads > 1 and chunks <= MAX_SPLITS // heads:
+        job.splits = min(chunks, (FEW_TASKS_PER_THREAD * threads + units - 1) // units)
+    job.tasks = (units + job.heads_per_task - 1) // job.heads_per_task * job.splits
 
 
 cdef void size_scratch(Job *job) noexcept nogil:

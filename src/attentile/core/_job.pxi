@@ -9,6 +9,7 @@ cdef enum:
     MAX_THREADS = 256                           # of one call
     TASKS_PER_THREAD = 8                        # fewer blocks per task rather than fewer tasks than this
     FEW_TASKS_PER_THREAD = 4                    # few rows: heads are shared among threads below this
+    MAX_TOGETHER = 256                          # heads that are read together: each has a block in the scratch
     AHEAD = 16                                  # keys further on that are fetched where tokens' heads lie side by side
     MAX_SPLITS = 1 << 20                        # chunks of all heads, if they are: 2^28 keys; more is a repeating view
     NONE = 0                                    # kinds of a mask word over the rows of a block
