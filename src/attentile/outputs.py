@@ -13,6 +13,7 @@ from .arguments import check_out
 from .core.constants import LOG2E
 from .partial import Partial
 from .scores import Scores
+from .storage import rounded
 
 Array = NDArray[Any]
 
@@ -125,16 +126,16 @@ class Outputs:
                 with np.errstate(all="ignore"):
                     sink = np.exp2(sinks * LOG2E - before.m)
                     out *= np.where(before.l == 0, 1, before.l / (before.l + sink))[..., None]
-            self.out[...] = scores.rounded(out)
+            self.out[...] = rounded(out, scores.dtype)
 
     def finished(self) -> Array | AttentionResult:
         """The output in the caller's dtype and array; with what else was wanted."""
         assert self.out is not None
-        scores, out = self._scores, self._given
+        dtype, out = self._scores.dtype, self._given
         if out is None:
             out = self.out
         elif not np.may_share_memory(out, self.out):
             out[...] = self.out
         if self.lse is None and self.weights is None:
             return out
-        return AttentionResult(out, self.lse, None if self.weights is None else scores.rounded(self.weights))
+        return AttentionResult(out, self.lse, None if self.weights is None else rounded(self.weights, dtype))

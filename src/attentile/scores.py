@@ -22,7 +22,7 @@ from .arguments import as_array, as_real, check_scale
 from .core.constants import LOG2E
 from .masks import structure
 from .partial import Partial
-from .storage import bfloat16_bits, is_floating, promoted, readable, ready, rounded, stored
+from .storage import is_floating, promoted, readable, ready, stored
 
 Array = NDArray[Any]
 Causal = bool | Literal["upper_left", "lower_right"]
@@ -268,12 +268,6 @@ class Scores:
     def empty(self) -> bool:
         """Whether there is no row or no key, so that no result depends on a score."""
         return 0 in self.shape
-
-    def rounded(self, array: Array) -> Array:
-        """A result in the dtype that the caller gets."""
-        if self.bits and self.dtype == np.uint16:
-            return array if array.dtype == self.dtype else bfloat16_bits(array)
-        return rounded(array, self.dtype)
 
     def without_values(self, v: Array) -> Array:
         """A column of zeros in place of values of width 0, for results other than the output."""

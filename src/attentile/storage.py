@@ -65,10 +65,13 @@ def rounded(array: Array, dtype: np.dtype[Any]) -> Array:
     """The array in this dtype, rounded once; itself if it has it.
 
     Small numbers become subnormal or 0 and large ones Inf silently: that is what rounding to a dtype means, whatever
-    np.seterr() says about the program around, and what the compiled core does.
+    np.seterr() says about the program around, and what the compiled core does. Floating numbers in uint16 are bfloat16,
+    as its bits.
     """
     if array.dtype == dtype:
         return array
+    if dtype == np.uint16 and is_floating(array.dtype):
+        return bfloat16_bits(array)
     with np.errstate(all="ignore"):
         if dtype.name == "bfloat16" or (dtype == np.float16 and array.dtype.itemsize > 8):  # NumPy casts in two steps
             array = halfway(array, np.dtype(np.float32))

@@ -20,7 +20,7 @@ from ..outputs import AttentionResult, Outputs
 from ..positions.items import query_positions, rotate_items
 from ..runtime.threads import get_num_threads, threads_for
 from ..scores import Scores, check_mask, holds_bits
-from ..storage import bfloat16_bits, bfloat16_numbers, ready, rounded
+from ..storage import ready, rounded, widened
 from .retention import Held
 
 Array = NDArray[Any]
@@ -73,12 +73,12 @@ def _attend_converted(
         check_out("attention", out, (*q.shape[:3], held.value_dim), dtype)
         options = {**options, "out": None}
     bits = q.dtype == np.uint16 and options.get("dtype") is not None
-    found = attend_held(held, bfloat16_numbers(q) if bits else rounded(q, compute), options)
+    found = attend_held(held, widened(q, compute) if bits else rounded(q, compute), options)
     if not other:
         return found
     whole = found if isinstance(found, AttentionResult) else AttentionResult(found, None, None)
-    convert = bfloat16_bits if dtype == np.uint16 else lambda array: rounded(array, dtype)
-    rows, weights = convert(whole.out), None if whole.weights is None else convert(whole.weights)
+    rows = rounded(whole.out, dtype)
+    weights = None if whole.weights is None else rounded(whole.weights, dtype)
     if out is None:
         out = rows
     else:

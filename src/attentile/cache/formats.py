@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from ..storage import bfloat16_bits, bfloat16_numbers, halfway, promoted, ready, rounded
+from ..storage import bfloat16_numbers, halfway, promoted, ready
 
 Array = NDArray[Any]
 
@@ -52,12 +52,6 @@ class Format(NamedTuple):
             return ready(array if self.items == np.float16 else array.view(self.items), self.items)
         wide = _SINGLE if np.can_cast(array.dtype, _SINGLE) else np.dtype(np.float64)
         return ready(halfway(array, wide), wide)
-
-    def stored(self, array: Array) -> Array:
-        """What incoming() gave in the dtype of `items`, rounded once."""
-        if array.dtype == self.items:
-            return array
-        return rounded(array, self.items) if self.items == np.float16 else bfloat16_bits(array)
 
     def result(self, q: Array, bits: bool) -> tuple[np.dtype[Any], np.dtype[Any]]:
         """(dtype of lse, dtype of the result) for these queries: what they and the cache promote to."""

@@ -29,6 +29,7 @@ from ..positions.items import kept_options, rotate_items, row_positions
 from ..positions.rotary import rotary_embedding
 from ..positions.scaling import depends_on_length
 from ..runtime import backend
+from ..storage import rounded
 from .formats import read_format
 from .guard import Guard
 from .pages import PagePool, PageTable
@@ -218,7 +219,7 @@ class Held:
         if self.rotary is not None and k.size:
             k = rotate_items(k, row_positions(self.lengths, counts, n), self.rotary)
         if backend.active is None:
-            k, v = self.format.stored(k), self.format.stored(v)
+            k, v = rounded(k, self.format.items), rounded(v, self.format.items)
         table, writable = self.pages.table, None
         self.guard.bind(None)
         self.held_from = held_from
@@ -278,7 +279,7 @@ class Held:
     def write(self, k: Array, v: Array, starts: Index, counts: Index) -> None:
         """Backend: the first counts[b] tokens of item b go to starts[b] ... of opened pages.
 
-        k, v: as incoming() of the format gives them, or, where NumPy computes, stored().
+        k, v: as incoming() of the format gives them; where NumPy computes, rounded to its items.
         """
         core = backend.active
         if core is not None and k.size:

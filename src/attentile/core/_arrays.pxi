@@ -50,6 +50,11 @@ cdef Py_buffer *borrow(Batch *batch, array) except NULL:
     return view
 
 
+cdef inline Py_buffer *borrow_numbers(Batch *batch, array, int format) except NULL:
+    """The same of an array in this format: bfloat16 has no buffer of its own."""
+    return borrow(batch, array.view(uint16) if format == AT_BF16 else array)
+
+
 cdef inline Py_ssize_t extent(const Py_buffer *view, int from_end) noexcept:
     """Length of the axis that stands so far from the end, 1 if there is none."""
     return view.shape[view.ndim - from_end] if view.ndim >= from_end else 1

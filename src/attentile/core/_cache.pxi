@@ -141,7 +141,7 @@ cdef bint take_tokens(Batch *batch, Tokens *tokens, array, int format, const Lay
     tokens.format = format
     if tokens.format != layout.format and not (layout.item == 2 and tokens.format >= AT_F32):
         return False
-    view = borrow(batch, array.view(uint16) if format == AT_BF16 else array)
+    view = borrow_numbers(batch, array, format)
     if view.shape[1] != layout.kv_heads or view.shape[3] != width or is_empty(view):
         return False
     tokens.rows.data = <char *> view.buf
@@ -149,10 +149,6 @@ cdef bint take_tokens(Batch *batch, Tokens *tokens, array, int format, const Lay
     tokens.rows.head = view.strides[1]
     tokens.rows.row = view.strides[2]
     return is_direct(view, view.itemsize)
-
-
-cdef inline int stored_format(dtype, bint bits) except -2:
-    return AT_BF16 if bits and dtype is uint16 else format_of(dtype)
 
 
 def store_tokens(k, v, tuple shape, str dtype, const Py_ssize_t[:, ::1] table, const Py_ssize_t[::1] starts,
@@ -168,8 +164,8 @@ def store_tokens(k, v, tuple shape, str dtype, const Py_ssize_t[:, ::1] table, c
     cdef Py_ssize_t b
     open_batch(&batch)
     try:
-        if not (take_tokens(&batch, &keys, k, stored_format(k.dtype, True), &layout, layout.width)
-                and take_tokens(&batch, &values, v, stored_format(v.dtype, True), &layout, layout.value_width)):
+        if not (take_tokens(&batch, &keys, k, format_of(k.dtype, True), &layout, layout.width)
+                and take_tokens(&batch, &values, v, format_of(v.dtype, True), &layout, layout.value_width)):
             raise SystemError("attentile: the core does not take what was checked; please report this call")
         with nogil:
             for b in range(counts.shape[0]):
@@ -335,8 +331,8 @@ cdef bint append_tokens(CacheView view, k, v, bint bits) except -1:
     cdef Py_ssize_t b, n, items = view.lengths.shape[0]
     open_batch(&batch)
     try:
-        if not (take_tokens(&batch, &keys, k, stored_format(k.dtype, bits), layout, layout.width)
-                and take_tokens(&batch, &values, v, stored_format(v.dtype, bits), layout, layout.value_width)):
+        if not (take_tokens(&batch, &keys, k, format_of(k.dtype, bits), layout, layout.width)
+                and take_tokens(&batch, &values, v, format_of(v.dtype, bits), layout, layout.value_width)):
             return False
         n = batch.views[0].shape[2]
         if (batch.views[0].shape[0] != items or batch.views[1].shape[0] != items or batch.views[1].shape[2] != n

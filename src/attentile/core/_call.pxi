@@ -100,8 +100,8 @@ cdef int number_options(Call *call, dict options) except -1:
 cdef object bfloat16 = None                     # the dtype of this name, once it was met: to ask for a name takes time
 
 
-cdef int format_of(dtype) except -2:
-    """AT_F16 ..., or -1 for a dtype that tiles do not read."""
+cdef int format_of(dtype, bint bits) except -2:
+    """AT_F16 ..., or -1 for a dtype that tiles do not read. bits: uint16 holds bfloat16."""
     global bfloat16
     if dtype is float32:
         return AT_F32
@@ -109,6 +109,8 @@ cdef int format_of(dtype) except -2:
         return AT_F64
     if dtype is float16:
         return AT_F16
+    if bits and dtype is uint16:
+        return AT_BF16
     if dtype is not bfloat16:
         if dtype.itemsize != 2 or dtype.name != "bfloat16":
             return -1
@@ -117,12 +119,8 @@ cdef int format_of(dtype) except -2:
 
 
 cdef inline int format_in(const Call *call, array) except -2:
-    """The same of an array; with dtype=, those of uint16 hold bfloat16."""
-    if type(array) is not ndarray:
-        return -1
-    if call.given[DTYPE] != NULL and array.dtype is uint16:
-        return AT_BF16
-    return format_of(array.dtype)
+    """The same of an array, as dtype= says."""
+    return format_of(array.dtype, call.given[DTYPE] != NULL) if type(array) is ndarray else -1
 
 
 cdef inline int take_arithmetic(Call *call, bint is_double) except -1:
@@ -134,16 +132,9 @@ cdef inline int take_arithmetic(Call *call, bint is_double) except -1:
     return 1
 
 
-cdef inline Py_buffer *borrow_numbers(Call *call, array, int format) except NULL:
-    """The memory of an array in this format: bfloat16 has no buffer of its own."""
-    if format == AT_BF16:
-        return borrow(&call.batch, array.view(uint16))
-    return borrow(&call.batch, array)
-
-
 cdef inline Py_buffer *borrow_direct(Call *call, array, int format, int axes) except? NULL:
     """The same of one with so many axes at least, that can be read as it is; else NULL."""
-    cdef Py_buffer *view = borrow_numbers(call, array, format)
+    cdef Py_buffer *view = borrow_numbers(&call.batch, array, format)
     if view.ndim < axes or is_empty(view) or not is_direct(view, AT_SIZE_OF(format)):
         return NULL
     return view
@@ -430,7 +421,7 @@ cdef int take_bias(Call *call, value) except -1:
     cdef int format = format_in(call, value)
     if format < 0:
         return 0
-    view = borrow_numbers(call, value, format)
+    view = borrow_numbers(&call.batch, value, format)
     if not is_aligned(view, view.itemsize) or not fits_scores(call, view, call.tail):
         return 0
     bind(&call.batch, &call.job.bias, view, call.tail)

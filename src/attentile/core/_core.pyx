@@ -33,10 +33,6 @@ from ._kernels cimport (AT_ALIGN, AT_ALTERNATING, AT_ANGLE_BLOCK, AT_APART, AT_B
 
 import numpy
 
-ctypedef fused real:
-    float
-    double
-
 cdef extern from "Python.h":
     const Py_ssize_t PY_SSIZE_T_MAX
 

@@ -170,19 +170,24 @@ cdef void visit_chunk(const Job *job, Block *block, Shared *shared, const Visit 
             merge_chunk(job, block, shared, rows)
 
 
+cdef inline void find_chunks(Visit *visit, Py_ssize_t lo, Py_ssize_t hi, Py_ssize_t split,
+                             Py_ssize_t splits) noexcept nogil:
+    """visit.first .. visit.end: this part of the chunks with the keys lo .. hi."""
+    cdef Py_ssize_t first = lo // AT_CHUNK, n = max(chunks_before(hi) - first, 0)
+    visit.first = first + n * split // splits
+    visit.end = first + n * (split + 1) // splits
+
+
 cdef void visit_few(const Job *job, Block *block, Shared *shared, Py_ssize_t b, Py_ssize_t head, Py_ssize_t split,
                     bint careful) noexcept nogil:
     """The chunks that some row sees, or those of one split; careful: all of them, again."""
-    cdef Py_ssize_t first = block.lo // AT_CHUNK, end = max(chunks_before(block.hi), first), n = end - first
     cdef bint whole = job.splits == 1 or careful
     cdef Visit visit
     start_rows(job, block)
-    if not whole:
-        first, end = first + n * split // job.splits, first + n * (split + 1) // job.splits
     pack_rows(job, block, shared)
     visit.b, visit.head = b, head
-    visit.first, visit.end = first, end
-    for visit.c in range(first, end):
+    find_chunks(&visit, block.lo, block.hi, 0 if whole else split, 1 if whole else job.splits)
+    for visit.c in range(visit.first, visit.end):
         visit_chunk(job, block, shared, &visit, whole, careful)
 
 
@@ -225,7 +230,7 @@ cdef void together_task(void *job_pointer, Py_ssize_t index, int slot) noexcept 
     cdef Shared *shared = open_shared(job, &free_bytes)
     cdef char *block_bytes
     cdef Block *block
-    cdef Py_ssize_t head, n, lo = job.keys, hi = 0, split = index % job.splits
+    cdef Py_ssize_t head, lo = job.keys, hi = 0
     cdef Visit visit
     visit.b = index // job.splits
     for head in range(job.kv_heads):
@@ -236,11 +241,7 @@ cdef void together_task(void *job_pointer, Py_ssize_t index, int slot) noexcept 
         pack_rows(job, block, shared)
         lo = min(lo, block.lo)
         hi = max(hi, block.hi)
-    visit.first = lo // AT_CHUNK
-    visit.end = max(chunks_before(hi), visit.first)
-    n = visit.end - visit.first
-    visit.end = visit.first + n * (split + 1) // job.splits
-    visit.first += n * split // job.splits
+    find_chunks(&visit, lo, hi, index % job.splits, job.splits)
     for visit.c in range(visit.first, visit.end):
         for visit.head in range(job.kv_heads):
             block = <Block *> (free_bytes + visit.head * job.block_bytes)

@@ -33,7 +33,7 @@ cdef Py_buffer *borrow_result(Call *call, array, PyObject *dtype, Py_ssize_t col
     cdef bint usable
     if type(array) is not ndarray or array.dtype is not <object> dtype:
         return NULL
-    view = borrow_numbers(call, array, call.job.out_format if dtype == call.result else own_format(&call.job))
+    view = borrow_numbers(&call.batch, array, call.job.out_format if dtype == call.result else own_format(&call.job))
     if not has_result_shape(call, view, columns):
         return NULL
     usable = is_direct(view, view.itemsize) if columns >= 0 else is_aligned(view, view.itemsize)
@@ -64,7 +64,7 @@ cdef int take_out(Call *call, array) except -1:
 cdef object own_out(Call *call):
     """A new array for the output."""
     out = empty(result_shape(call, call.job.value_width), <object> call.result)
-    bind_result(call, &call.job.out, borrow_numbers(call, out, call.job.out_format))
+    bind_result(call, &call.job.out, borrow_numbers(&call.batch, out, call.job.out_format))
     return out
 
 

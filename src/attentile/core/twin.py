@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..storage import kept_finite, widened
+from ..storage import kept_finite, rounded, widened
 from .constants import LOG2E, MIN_POWER
 
 Array = NDArray[Any]
@@ -366,7 +366,7 @@ def _shares(block: _Block, total: Array) -> Array:
     return weights if total.min() > 0 else np.where(block.allowed(), weights, 0)
 
 
-def _write(scores: Any, outputs: Any, block: _Block, rows: _Rows, sink: Array | None) -> None:
+def _write(outputs: Any, block: _Block, rows: _Rows, sink: Array | None) -> None:
     """Everything that is wanted of a block."""
     place = block.place
     if outputs.partial is not None:
@@ -383,7 +383,7 @@ def _write(scores: Any, outputs: Any, block: _Block, rows: _Rows, sink: Array | 
         if not rows.full:
             np.copyto(found, 0, where=total == 0)
         if not direct:
-            out[...] = scores.rounded(found)
+            out[...] = rounded(found, out.dtype)
         if outputs.weights is not None:
             cut(outputs.weights, place)[..., block.keys] = _shares(block, total)
 
@@ -397,7 +397,7 @@ def attend(scores: Any, v: Array, outputs: Any, threads: int) -> None:
     with np.errstate(all="ignore"):
         for place in blocks.places():
             block = blocks.block(place)
-            _write(scores, outputs, block, _weighed(blocks, block, v), blocks.sinks(place))
+            _write(outputs, block, _weighed(blocks, block, v), blocks.sinks(place))
 
 
 def stats(scores: Any, v: Array, totals: Any, found: Any, threads: int) -> None:
