@@ -319,6 +319,7 @@ cdef Shared *open_shared(const Job *job, char **free_bytes) noexcept nogil:
     shared.alpha = take(free_bytes, rows * item)
     shared.beta = take(free_bytes, rows * item)
     shared.words = <uint32_t *> take(free_bytes, WORDS * rows * sizeof(uint32_t))
+    shared.capped = NULL
     fill_reals(shared.unused, item, rows, 0)
     if brings_keys(job):
         shared.keys = take(free_bytes, AT_CHUNK * job.width * item)

@@ -1,0 +1,459 @@
+# The gradients of attention: five products in one pass over cells of 192 queries and 256 keys.
+#
+#     for each task = (batch b, key head h, query head of its group, chunk of AT_ROW_CHUNK queries)
+#         pack      the blocks of Q and dO; delta, the row sums of dO * O                  once
+#         for each chunk of 256 keys:
+#             for each block of query rows:
+#                 S, dP           the tile of the scores, with K and Q, V and dO
+#                 P, dS           in their places
+#                 dq              the tile of the values, with K in place of V
+#                 dk, dv          of the cell: the one new product, whose lanes are columns and whose chain is the rows
+#             dk and dv of the cell into those of the head, after the tasks before
+#         unpack    dq
+#
+# P and dS of a block and a chunk never leave the core, as the scores of the forward pass. The memory beside the gradients
+# is that of a task.
+#
+# The tasks of a head share its dk and dv, and with a bias that is repeated all tasks share its gradient. Each element has
+# one order of additions all the same: task after task. So a task that has finished a cell waits until the one before it has
+# passed this chunk of keys. Tasks are handed out in order and start at the first chunk, so each follows a cell behind
+# the one before, and hardly ever waits.
+#
+# Order of operations: kernels/kernels.h, BACKWARD. Included by _core.pyx after _pass.pxi.
+
+cdef enum:
+    MAX_BACKWARD_BLOCKS = 32                    # of a task: AT_ROW_CHUNK / rows of the smallest block of any ISA
+
+cdef int64_t PASSED_ALL = 1 << 62               # chunks, of a task that has ended
+
+cdef struct Backward:
+    Job *job                                    # with the options; it has no output
+    Strided dout, out, lse, dlse                # [query]: what is given; dlse may be NULL
+    Strided dq, dk, dv                          # where the gradients go, NULL: not wanted
+    Strided dbias, delta                        # likewise
+    int dout_format, o_format, dq_format, dk_format, dv_format
+    double *dslopes                             # [query head], NULL: not wanted
+    double scale
+    Py_ssize_t row_chunks, tasks_per_unit       # of a query head; of a unit = (batch, key head)
+    bint in_turn                                # all units add to the same elements of dbias
+    int64_t *passed                             # [task] chunks of keys that it has passed
+    double *distances                           # [task] of dslopes
+    char *sums                                  # [unit % n_sums] dk and dv in the type of the tiles, if stored otherwise
+    Py_ssize_t n_sums, sums_bytes, block_bytes
+
+# A block of rows during a task, beside Block.
+cdef struct RowGradients:
+    Block *rows
+    char *dout_t                                # [value_width][pitch]
+    char *dq_t                                  # [width][pitch]
+    char *lse                                   # [pitch] with the sink, in units of log 2; infinite for a row without keys
+    char *delta                                 # [pitch] less dlse
+    const char *q_rows[AT_MAX_ROWS]             # in the type of the tiles
+    const char *dout_rows[AT_MAX_ROWS]
+    bint finite                                 # every number of these rows is
+    bint first                                  # dq_t holds nothing yet
+
+# What a task has beside Shared, and the cell that it is at.
+cdef struct Cell:
+    Py_ssize_t task, unit, place                # place: of the task in its unit
+    Py_ssize_t b, kv_head, head, i              # head: query head; i: first query
+    Py_ssize_t c, first, end                    # the chunk of keys; of it, keys to which something was added
+    Rows k, v
+    bint finite                                 # every number of k and v is
+    double distances
+    char *dp                                    # [AT_CHUNK][pitch] dP, then dS
+    char *dk                                    # [AT_CHUNK][whole vectors] of the cell
+    char *dv
+    char *ones                                  # [pitch]
+    char *line                                  # [row][AT_CHUNK] dS of a block, row by row
+    char *rows                                  # [row] of out or dq, to be widened or narrowed
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Scratch
+# ---------------------------------------------------------------------------------------------------------------
+cdef inline Py_ssize_t whole_vectors(const Job *job, Py_ssize_t width) noexcept nogil:
+    return (width + job.tiles.lanes - 1) // job.tiles.lanes * job.tiles.lanes
+
+
+cdef inline bint is_summed_apart(const Job *job, const Strided *array, int format) noexcept nogil:
+    return array.data != NULL and format != own_format(job)
+
+
+cdef Cell *open_cell(const Backward *back, char **free_bytes) noexcept nogil:
+    """From the slot's scratch, for a task."""
+    cdef const Job *job = back.job
+    cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, rows = largest_pitch(job)
+    cdef Cell *cell = <Cell *> take(free_bytes, sizeof(Cell))
+    cell.dp = take(free_bytes, AT_CHUNK * rows * item)
+    cell.dk = take(free_bytes, AT_CHUNK * whole_vectors(job, job.width) * item)
+    cell.dv = take(free_bytes, AT_CHUNK * whole_vectors(job, job.value_width) * item)
+    cell.ones = take(free_bytes, rows * item)
+    cell.line = take(free_bytes, AT_CHUNK * rows * item) if back.dbias.data != NULL else NULL
+    cell.rows = take(free_bytes, rows * max(job.width, job.value_width) * item)
+    fill_reals(cell.ones, item, rows, 1)
+    return cell
+
+
+cdef Py_ssize_t cell_bytes(const Backward *back) noexcept nogil:
+    """Bytes that open_cell() and the scores after softcap take."""
+    cdef const Job *job = back.job
+    cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, rows = largest_pitch(job)
+    return (aligned(sizeof(Cell)) + (2 + (job.softcap != 0)) * aligned(AT_CHUNK * rows * item) + aligned(rows * item)
+            + aligned(rows * max(job.width, job.value_width) * item)
+            + aligned(AT_CHUNK * whole_vectors(job, job.width) * item)
+            + aligned(AT_CHUNK * whole_vectors(job, job.value_width) * item))
+
+
+cdef Py_ssize_t row_gradient_bytes(const Backward *back) noexcept nogil:
+    """Bytes of a block: Block with its buffers, RowGradients with its own."""
+    cdef const Job *job = back.job
+    cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, rows = largest_pitch(job)
+    cdef Py_ssize_t nbytes = job.block_bytes + aligned(sizeof(RowGradients)) + 2 * aligned(rows * item)
+    nbytes += aligned(rows * job.width * item) + aligned(rows * job.value_width * item)
+    if job.q_format != own_format(job):
+        nbytes += aligned(rows * job.width * item)
+    if back.dout_format != own_format(job):
+        nbytes += aligned(rows * job.value_width * item)
+    return nbytes
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The rows of a task
+# ---------------------------------------------------------------------------------------------------------------
+cdef void widen_each(const Job *job, const char **rows, Py_ssize_t n, Py_ssize_t width, int format,
+                     char *to) noexcept nogil:
+    """Rows of another format into scratch; rows[r] is there then."""
+    cdef Py_ssize_t r
+    for r in range(n):
+        job.tiles.widen(to, rows[r], width, format)
+        rows[r] = to
+        to += width * <Py_ssize_t> job.tiles.itemsize
+
+
+cdef void find_row_numbers(const Backward *back, const Cell *cell, RowGradients *block, Py_ssize_t i) noexcept nogil:
+    """lse and delta of each row from `delta`, which the tile has left; i: query of row 0.
+
+    With t = lse and the sink: dS = exp(s - t) (dP - delta) + dlse exp(s - lse) = exp(s - t) (dP - (delta - dlse
+    exp(t - lse))).
+    """
+    cdef const Job *job = back.job
+    cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, r
+    cdef double lse, both, sink, delta
+    fill_reals(block.lse, item, block.rows.pitch, INFINITY)
+    for r in range(block.rows.n_rows):
+        delta = real_at(block.delta + r * item, item)
+        if back.delta.data != NULL:
+            set_real(at(&back.delta, cell.b, cell.head, i + r), item, delta)
+        lse = real_at(at(&back.lse, cell.b, cell.head, i + r), item) * LOG2E
+        if lse == -INFINITY:                    # no key
+            set_real(block.delta + r * item, item, 0)
+            continue
+        both = lse
+        if job.sinks != NULL:
+            sink = block.rows.row_sink[r]
+            both = max(lse, sink) + at_log2(1 + at_exp2(-fabs(lse - sink))) if lse == lse and fabs(sink) != INFINITY \
+                else (sink if sink == INFINITY else lse)
+        if back.dlse.data != NULL:
+            delta -= real_at(at(&back.dlse, cell.b, cell.head, i + r), item) * at_exp2(both - lse)
+        set_real(block.lse + r * item, item, both)
+        set_real(block.delta + r * item, item, delta)
+
+
+cdef void open_row_gradients(const Backward *back, const Cell *cell, RowGradients *block, char *free_bytes,
+                             Py_ssize_t i) noexcept nogil:
+    """Up to block_rows rows from query i on, of which none is of another head or chunk of rows."""
+    cdef const Job *job = back.job
+    cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, n
+    cdef const char *out_rows[AT_MAX_ROWS]
+    cdef Block *rows = <Block *> take(&free_bytes, sizeof(Block))
+    block.rows = rows
+    open_block(job, rows, free_bytes, cell.b, cell.kv_head, cell.head % job.group * job.queries + i)
+    free_bytes += job.block_bytes - aligned(sizeof(Block))
+    n = min(rows.n_rows, job.queries - i)
+    if n < rows.n_rows:                         # a block of the pass may run on into the next head
+        rows.n_rows = n
+        rows.vectors = <int> ((n + job.tiles.lanes - 1) // job.tiles.lanes)
+        rows.pitch = rows.vectors * job.tiles.lanes
+        find_intervals(job, rows, cell.b, i)
+    block.dout_t = take(&free_bytes, rows.pitch * job.value_width * item)
+    block.dq_t = take(&free_bytes, rows.pitch * job.width * item)
+    block.lse = take(&free_bytes, rows.pitch * item)
+    block.delta = take(&free_bytes, rows.pitch * item)
+    block.first = True
+    point_rows(job, block.dout_rows, &back.dout, cell.b, cell.head, i, n)
+    point_rows(job, out_rows, &back.out, cell.b, cell.head, i, n)
+    memcpy(block.q_rows, rows.q_rows, n * sizeof(char *))
+    if back.o_format != own_format(job):
+        widen_each(job, out_rows, n, job.value_width, back.o_format, cell.rows)
+    job.tiles.pack(rows.ot, out_rows, n, rows.vectors, job.value_width, 1)
+    if job.q_format != own_format(job):
+        widen_each(job, block.q_rows, n, job.width, job.q_format, take(&free_bytes, rows.pitch * job.width * item))
+    if back.dout_format != own_format(job):
+        widen_each(job, block.dout_rows, n, job.value_width, back.dout_format,
+                   take(&free_bytes, rows.pitch * job.value_width * item))
+    job.tiles.pack(rows.qt, block.q_rows, n, rows.vectors, job.width, job.factor)
+    job.tiles.pack(block.dout_t, block.dout_rows, n, rows.vectors, job.value_width, 1)
+    job.tiles.row_dots(block.delta, block.dout_t, rows.ot, rows.vectors, job.value_width)
+    find_row_numbers(back, cell, block, i)
+    block.finite = (job.tiles.all_finite(block.q_rows, n, job.width)
+                    and job.tiles.all_finite(block.dout_rows, n, job.value_width))
+
+
+cdef void store_dq(const Backward *back, const Cell *cell, Shared *shared, RowGradients *block,
+                   Py_ssize_t i) noexcept nogil:
+    """scale * dq to its rows."""
+    cdef const Job *job = back.job
+    cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, r
+    cdef bint narrows = back.dq_format != own_format(job)
+    cdef char *rows[AT_MAX_ROWS]
+    if back.dq.data == NULL:
+        return
+    if block.first:
+        memset(block.dq_t, 0, block.rows.pitch * job.width * item)
+    fill_reals(shared.alpha, item, block.rows.pitch, back.scale)
+    for r in range(block.rows.n_rows):
+        rows[r] = cell.rows + r * job.width * item if narrows else at(&back.dq, cell.b, cell.head, i + r)
+    job.tiles.unpack(rows, block.dq_t, shared.alpha, block.rows.n_rows, block.rows.vectors, job.width)
+    for r in range(block.rows.n_rows if narrows else 0):
+        job.tiles.narrow(at(&back.dq, cell.b, cell.head, i + r), rows[r], job.width, back.dq_format)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# A cell
+# ---------------------------------------------------------------------------------------------------------------
+cdef bint is_chunk_finite(const Job *job, const Rows *rows, Py_ssize_t n, Py_ssize_t width) noexcept nogil:
+    cdef const char *some[AT_MAX_ROWS]
+    cdef Py_ssize_t j = 0, x, count
+    while j < n:
+        count = min(<Py_ssize_t> AT_MAX_ROWS, n - j)
+        for x in range(count):
+            some[x] = rows.first + (j + x) * rows.stride
+        if not job.tiles.all_finite(some, count, width):
+            return False
+        j += count
+    return True
+
+
+cdef void add_score_gradients(const Backward *back, Cell *cell, Shared *shared, RowGradients *block,
+                              const Run *run, Py_ssize_t i) noexcept nogil:
+    """What comes of dS itself: the gradients of the bias and of ALiBi's slopes."""
+    cdef const Job *job = back.job
+    cdef Block *rows = block.rows
+    cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, r, n = run.stop - run.start
+    cdef Py_ssize_t key = run.chunk + run.start
+    cdef char *ds = cell.dp + run.start * rows.pitch * item
+    cdef double sums[AT_MAX_ROWS]
+    cdef char *lines[AT_MAX_ROWS]
+    if back.dslopes != NULL:
+        memset(sums, 0, sizeof(sums))
+        place_rows(job, rows, key)
+        job.tiles.add_distances(sums, ds, rows.position, rows.n_rows, rows.vectors, n)
+        for r in range(rows.n_rows):
+            cell.distances += sums[r]
+    if back.dbias.data != NULL:
+        for r in range(rows.n_rows):
+            lines[r] = cell.line + r * AT_CHUNK * item
+        job.tiles.unpack(lines, ds, cell.ones, rows.n_rows, rows.vectors, n)
+        for r in range(rows.n_rows):
+            job.tiles.add_row(at(&back.dbias, cell.b, cell.head, i + r) + key * back.dbias.column, back.dbias.column,
+                              lines[r], n)
+
+
+cdef void add_block(const Backward *back, Cell *cell, Shared *shared, RowGradients *block, Py_ssize_t i) noexcept nogil:
+    """One block of the cell; i: query of its row 0."""
+    cdef const Job *job = back.job
+    cdef const at_tiles *tiles = job.tiles
+    cdef Block *rows = block.rows
+    cdef Py_ssize_t item = <Py_ssize_t> tiles.itemsize, n, offset
+    cdef bint careful = not (block.finite and cell.finite)
+    cdef char *p
+    cdef char *ds
+    cdef Run run
+    cdef const char *k
+    run.chunk = cell.c * AT_CHUNK
+    if not score_chunk(job, rows, shared, cell.k, NULL, run.chunk, &run.start, &run.stop):
+        return
+    n = run.stop - run.start
+    offset = run.start * rows.pitch * item
+    p, ds = shared.st + offset, cell.dp + offset
+    tiles.scores[rows.vectors - 1](ds, shared.unused, block.dout_t, cell.v.first + run.start * cell.v.stride,
+                                   cell.v.stride, 1, job.value_width, n, NULL, 0)
+    tiles.weigh(p, ds, block.lse, block.delta, rows.vectors, n)
+    add_score_gradients(back, cell, shared, block, &run, i)
+    if job.softcap != 0:
+        tiles.uncap(ds, shared.capped + offset, rows.vectors, n, job.softcap * LOG2E)
+    cell.first = min(cell.first, run.start)
+    cell.end = max(cell.end, run.stop)
+    k = cell.k.first + run.start * cell.k.stride
+    if careful:
+        tiles.mark_zeros(ds, rows.vectors, n)
+    if back.dq.data != NULL:
+        if careful:
+            tiles.values_marked(block.dq_t, ds, k, cell.k.stride, job.width, n, cell.ones, cell.ones, block.first,
+                                rows.vectors)
+        else:
+            tiles.values[rows.vectors - 1](block.dq_t, ds, k, cell.k.stride, job.width, n, cell.ones, cell.ones,
+                                           block.first)
+        block.first = False
+    if back.dk.data != NULL:
+        tiles.add_outer(cell.dk + run.start * whole_vectors(job, job.width) * item, ds, rows.vectors, block.q_rows,
+                        rows.n_rows, job.width, n, careful)
+    if back.dv.data != NULL:
+        tiles.add_outer(cell.dv + run.start * whole_vectors(job, job.value_width) * item, p, rows.vectors,
+                        block.dout_rows, rows.n_rows, job.value_width, n, careful)
+
+
+cdef void bring_cell(const Backward *back, Cell *cell, Shared *shared, Py_ssize_t lo, Py_ssize_t hi) noexcept nogil:
+    """K and V of the chunk, of which no row sees a key before lo or from hi on; nothing in dk and dv yet."""
+    cdef const Job *job = back.job
+    cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, first, n
+    cdef Rows some
+    cell.k = bring_keys(job, shared, cell.b, cell.kv_head, cell.c, lo, hi)
+    cell.v = bring_values(job, shared, cell.b, cell.kv_head, cell.c, lo, hi)
+    first = max(lo - cell.c * AT_CHUNK, 0)
+    n = min(hi - cell.c * AT_CHUNK, chunk_keys(job, cell.c)) - first
+    some.first, some.stride = cell.k.first + first * cell.k.stride, cell.k.stride
+    cell.finite = is_chunk_finite(job, &some, n, job.width)
+    memset(cell.dk, 0, AT_CHUNK * whole_vectors(job, job.width) * item)
+    memset(cell.dv, 0, AT_CHUNK * whole_vectors(job, job.value_width) * item)
+
+
+cdef void add_to_head(const Backward *back, const Cell *cell, const Strided *array, int format, const char *sums,
+                      Py_ssize_t width, Py_ssize_t offset, double factor) noexcept nogil:
+    """The cell's part of dk or dv to that of the head; offset: where a unit has it among its sums, if it is there."""
+    cdef const Job *job = back.job
+    cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, key = cell.c * AT_CHUNK, stride = array.row, j
+    cdef Py_ssize_t n = chunk_keys(job, cell.c), row = width * item
+    cdef bint apart = is_summed_apart(job, array, format), first = cell.place == 0
+    cdef char *to
+    if array.data == NULL:
+        return
+    to = at(array, cell.b, cell.kv_head, key)
+    if apart:
+        to = back.sums + cell.unit % back.n_sums * back.sums_bytes + offset + key * row
+        stride = row
+    if first:
+        for j in range(min(cell.first, n)):
+            memset(to + j * stride, 0, row)
+        for j in range(cell.end, n):
+            memset(to + j * stride, 0, row)
+    if cell.first < cell.end:
+        job.tiles.add_scaled(to + cell.first * stride, stride,
+                             sums + cell.first * whole_vectors(job, width) * item, width, cell.end - cell.first,
+                             factor, first)
+    if apart and cell.place == back.tasks_per_unit - 1:
+        for j in range(n):
+            job.tiles.narrow(at(array, cell.b, cell.kv_head, key + j), to + j * stride, width, format)
+
+
+cdef inline void wait_for_turn(const Backward *back, const Cell *cell) noexcept nogil:
+    """Until the tasks before have passed this chunk."""
+    if cell.place > 0:
+        at_await(&back.passed[cell.task - 1], cell.c + 1)
+    if back.in_turn and cell.unit > 0:
+        at_await(&back.passed[cell.task - back.tasks_per_unit], cell.c + 1)
+
+
+cdef void pass_chunk(const Backward *back, Cell *cell, Shared *shared, RowGradients **blocks, Py_ssize_t n_blocks,
+                     Py_ssize_t lo, Py_ssize_t hi) noexcept nogil:
+    """The cell at chunk cell.c, if some row sees a key of it, and the chunk is the next task's."""
+    cdef const Job *job = back.job
+    cdef Py_ssize_t x, values = aligned(job.keys * job.width * <Py_ssize_t> job.tiles.itemsize)
+    cell.first, cell.end = AT_CHUNK, 0
+    if back.in_turn:
+        wait_for_turn(back, cell)
+    if lo < (cell.c + 1) * AT_CHUNK and hi > cell.c * AT_CHUNK:
+        bring_cell(back, cell, shared, lo, hi)
+        for x in range(n_blocks):
+            add_block(back, cell, shared, blocks[x], cell.i + x * job.block_rows)
+    if cell.end == 0:
+        cell.first = 0
+    wait_for_turn(back, cell)
+    add_to_head(back, cell, &back.dk, back.dk_format, cell.dk, job.width, 0, back.scale)
+    add_to_head(back, cell, &back.dv, back.dv_format, cell.dv, job.value_width, values, 1)
+    at_pass(&back.passed[cell.task], cell.c + 1)
+
+
+cdef void backward_task(void *back_pointer, Py_ssize_t index, int slot) noexcept nogil:
+    cdef const Backward *back = <const Backward *> back_pointer
+    cdef const Job *job = back.job
+    cdef char *free_bytes = job.scratch + slot * job.scratch_per_slot
+    cdef Shared *shared = open_shared(job, &free_bytes)
+    cdef Cell *cell = open_cell(back, &free_bytes)
+    cdef RowGradients *blocks[MAX_BACKWARD_BLOCKS]
+    cdef char *block_bytes
+    cdef Py_ssize_t i, x, n_blocks = 0, lo = job.keys, hi = 0
+    shared.n_ahead = 0
+    if job.softcap != 0:
+        shared.capped = take(&free_bytes, AT_CHUNK * largest_pitch(job) * <Py_ssize_t> job.tiles.itemsize)
+    cell.task, cell.unit, cell.place = index, index // back.tasks_per_unit, index % back.tasks_per_unit
+    cell.b, cell.kv_head = cell.unit // job.kv_heads, cell.unit % job.kv_heads
+    cell.head = cell.kv_head * job.group + cell.place // back.row_chunks
+    cell.i = cell.place % back.row_chunks * AT_ROW_CHUNK
+    cell.distances = 0
+    if cell.place == 0 and back.sums != NULL and cell.unit >= back.n_sums:      # the sums of an earlier unit
+        at_await(&back.passed[(cell.unit - back.n_sums + 1) * back.tasks_per_unit - 1], PASSED_ALL)
+    i = cell.i
+    while i < min(cell.i + AT_ROW_CHUNK, job.queries):
+        block_bytes = free_bytes + n_blocks * back.block_bytes
+        blocks[n_blocks] = <RowGradients *> take(&block_bytes, sizeof(RowGradients))
+        open_row_gradients(back, cell, blocks[n_blocks], block_bytes, i)
+        lo = min(lo, blocks[n_blocks].rows.lo)
+        hi = max(hi, blocks[n_blocks].rows.hi)
+        i += job.block_rows
+        n_blocks += 1
+    for cell.c in range(chunks_before(job.keys)):
+        pass_chunk(back, cell, shared, blocks, n_blocks, lo, hi)
+    at_pass(&back.passed[index], PASSED_ALL)
+    for x in range(n_blocks):
+        store_dq(back, cell, shared, blocks[x], cell.i + x * job.block_rows)
+    back.distances[index] = cell.distances
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The run
+# ---------------------------------------------------------------------------------------------------------------
+cdef void divide_backward(Backward *back) noexcept nogil:
+    cdef Job *job = back.job
+    cdef const Strided *bias = &back.dbias
+    back.row_chunks = (job.queries + AT_ROW_CHUNK - 1) // AT_ROW_CHUNK
+    back.tasks_per_unit = back.row_chunks * job.group
+    job.tasks = job.batch * job.kv_heads * back.tasks_per_unit
+    job.block_rows = job.tiles.max_vectors * job.tiles.lanes
+    job.blocks_per_task = AT_ROW_CHUNK // job.block_rows
+    job.k_apart = lie_apart(job, &job.k, job.width, job.k_format)
+    job.v_apart = lie_apart(job, &job.v, job.value_width, job.v_format)
+    back.in_turn = bias.data != NULL and ((bias.row == 0 and job.queries > 1) or (bias.batch == 0 and job.batch > 1)
+                                          or (bias.head == 0 and job.kv_heads * job.group > 1))
+
+
+cdef int run_backward(void *back_pointer, int threads) except -1 nogil:
+    """Divides the work, finds scratch for it, runs it."""
+    cdef Backward *back = <Backward *> back_pointer
+    cdef Job *job = back.job
+    cdef Py_ssize_t x, nbytes, item = <Py_ssize_t> job.tiles.itemsize, head
+    divide_backward(back)
+    threads = 1 if is_small(job) else <int> min(<Py_ssize_t> threads, job.tasks)
+    size_scratch(job)
+    back.block_bytes = row_gradient_bytes(back)
+    job.scratch_per_slot += cell_bytes(back) + job.blocks_per_task * (back.block_bytes - job.block_bytes)
+    back.n_sums = min(<Py_ssize_t> threads, job.batch * job.kv_heads)
+    back.sums_bytes = 0
+    if is_summed_apart(job, &back.dk, back.dk_format) or is_summed_apart(job, &back.dv, back.dv_format):
+        back.sums_bytes = aligned(job.keys * job.width * item) + aligned(job.keys * job.value_width * item)
+    nbytes = threads * job.scratch_per_slot
+    job.scratch = <char *> scratch_of(nbytes + 2 * aligned(job.tasks * <Py_ssize_t> sizeof(double))
+                                      + back.n_sums * back.sums_bytes)
+    back.passed = <int64_t *> (job.scratch + nbytes)
+    back.distances = <double *> (job.scratch + nbytes + aligned(job.tasks * <Py_ssize_t> sizeof(double)))
+    back.sums = NULL
+    if back.sums_bytes > 0:
+        back.sums = job.scratch + nbytes + 2 * aligned(job.tasks * <Py_ssize_t> sizeof(double))
+    memset(back.passed, 0, job.tasks * sizeof(int64_t))
+    at_pool_run(backward_task, back, job.tasks, threads)
+    if back.dslopes != NULL:
+        for x in range(job.tasks):
+            head = x // back.row_chunks % (job.kv_heads * job.group)
+            back.dslopes[head] -= back.distances[x]
+    return 0
