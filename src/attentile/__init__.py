@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from .attention import attention, attention_partial
+from .backward import AttentionGradients, attention_backward, attention_vjp
 from .cache import KVCache
 from .inspection.draw import draw_mask
 from .inspection.explain import Explanation, explain
@@ -20,6 +21,7 @@ from .runtime.threads import get_num_threads, num_threads, set_num_threads
 from .textbook import causal_attention, multi_head_attention, self_attention
 
 __all__ = [
+    "AttentionGradients",
     "AttentionResult",
     "AttentionStats",
     "Explanation",
@@ -28,8 +30,10 @@ __all__ = [
     "Partial",
     "alibi_slopes",
     "attention",
+    "attention_backward",
     "attention_partial",
     "attention_stats",
+    "attention_vjp",
     "causal_attention",
     "draw_mask",
     "explain",
