@@ -51,6 +51,10 @@ def calls_of_attention(kind: str, dtype) -> dict:
     def partials():
         return [attentile.attention_partial(q, k, v), attentile.attention_partial(q, v, k, causal=True)]
 
+    def with_gradients():
+        out, back = attentile.attention_vjp(q, k, v, **some)
+        return [out, *back(v, lse, wrt=("q", "k", "v", "bias", "sinks", "alibi_slopes"))]
+
     def cached(dtype, **options):
         cache = KVCache(1, 2, 8, dtype=dtype, **options)
         cache.append(k, v)
@@ -72,6 +76,8 @@ def calls_of_attention(kind: str, dtype) -> dict:
         "attention_partial": lambda: [x for part in partials() for x in (*part, part.out, part.lse)],
         "attention_stats": lambda: attentile.attention_stats(q, k, v, which=every, rows=[0, 3], **some),
         "attention_stats, plain": lambda: attentile.attention_stats(q, k, v),
+        "attention_vjp": with_gradients,
+        "attention_backward": lambda: attentile.attention_backward(k, q, k, v, v, wide[1], sinks=[1.0, 1e6])[:3],
         "merge_attention": lambda: attentile.merge_attention(parts())[:2],
         "merge_attention, partials": lambda: attentile.merge_attention(partials()),
         "merge_attention, one": lambda: attentile.merge_attention([(q, wide[1])])[:2],
@@ -101,6 +107,8 @@ def calls_of_others(kind: str, dtype) -> dict:
         "positional_encoding": lambda: [attentile.positional_encoding(9, 6, dtype=np.float16, base=1e300)],
         "alibi_slopes": lambda: [attentile.alibi_slopes(12)],
         "relative_bias": lambda: [attentile.relative_bias(table[:2, :9], 5, 5)],
+        "relative_bias_backward": lambda: [attentile.relative_bias_backward(q[0], 2)],
+        "t5_bias_backward": lambda: [attentile.t5_bias_backward(q[0], 8)],
         "t5_bias": lambda: [attentile.t5_bias(table, 5, 5)],
         "t5_buckets": lambda: [attentile.t5_buckets(np.arange(-500, 500))],
         "segment_ids": lambda: [attentile.segment_ids([3, 4])],

@@ -13,7 +13,16 @@ from .masks import segment_ids
 from .merge import merge_attention
 from .outputs import AttentionResult
 from .partial import Partial
-from .positions import alibi_slopes, positional_encoding, relative_bias, rotary_embedding, t5_bias, t5_buckets
+from .positions import (
+    alibi_slopes,
+    positional_encoding,
+    relative_bias,
+    relative_bias_backward,
+    rotary_embedding,
+    t5_bias,
+    t5_bias_backward,
+    t5_buckets,
+)
 from .runtime.backend import use_backend
 from .runtime.config import show_config
 from .runtime.threadpools import introduce as _introduce
@@ -43,12 +52,14 @@ __all__ = [
     "num_threads",
     "positional_encoding",
     "relative_bias",
+    "relative_bias_backward",
     "rotary_embedding",
     "segment_ids",
     "self_attention",
     "set_num_threads",
     "show_config",
     "t5_bias",
+    "t5_bias_backward",
     "t5_buckets",
     "use_backend",
 ]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -38,7 +38,9 @@ _REFUSED = {
 
 
 class AttentionGradients(NamedTuple):
-    """What `attention_backward` returns, each of the shape and dtype of its argument; None for what is not in `wrt`.
+    """What `attention_backward` returns; what was not asked for is None.
+
+    Each has the shape of its argument, and its dtype; that of integers is in float64.
 
     Attributes
     ----------
@@ -47,6 +49,15 @@ class AttentionGradients(NamedTuple):
     dbias, dsinks, dalibi_slopes : ndarray, or None
         Gradients of the options of these names. `relative_bias_backward` and `t5_bias_backward` make of dbias the
         gradient of a table.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from attentile import attention_vjp
+    >>> out, vjp = attention_vjp(np.zeros((1, 4)), np.zeros((2, 4)), np.eye(2))
+    >>> vjp(np.ones((1, 2)), wrt="v").dv  # the weights of the two keys
+    array([[0.5, 0.5],
+           [0.5, 0.5]])
     """
 
     dq: Array | None = None
@@ -212,7 +223,8 @@ class _Call:
             if place is None:
                 found[name] = rounded(array, self.dtype(name))
             elif not np.may_share_memory(place, array):
-                place[...] = rounded(summed_to(array, place.shape), place.dtype)
+                with np.errstate(all="ignore"):
+                    place[...] = rounded(summed_to(array, place.shape), place.dtype)
         return AttentionGradients(*map(found.get, NAMES))
 
     def _direct(self, name: str, place: Array) -> Array:
@@ -320,9 +332,24 @@ def attention_backward(
     return call.gradients(call.given(dout, out, lse, dlse), wrt, dq, dk, dv)
 
 
+VJP = Callable[..., AttentionGradients]
+
+
+@overload
+def attention_vjp(
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, return_lse: Literal[False] = ..., **options: Unpack[ScoreOptions]
+) -> tuple[Array, VJP]: ...
+
+
+@overload
+def attention_vjp(
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, return_lse: Literal[True], **options: Unpack[ScoreOptions]
+) -> tuple[AttentionResult, VJP]: ...
+
+
 def attention_vjp(
     q: ArrayLike, k: ArrayLike, v: ArrayLike, *, return_lse: bool = False, **options: Unpack[ScoreOptions]
-) -> tuple[Array | AttentionResult, Callable[..., AttentionGradients]]:
+) -> tuple[Array | AttentionResult, VJP]:
     """`attention`, and the function that takes gradients back through it.
 
     Parameters

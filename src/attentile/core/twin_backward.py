@@ -75,7 +75,8 @@ class _Gradients:
 
     def add(self, block: _Block) -> None:
         """The five products of a block, and what is summed of its dS."""
-        of, wanted, place = self.of, self.wanted, block.place
+        of, place = self.of, block.place
+        wanted = self.wanted
         dout = cut(self.given.dout, place)
         p, ds = self._weights(block, dout)
         if self.dv is not None:
@@ -101,7 +102,8 @@ class _Gradients:
 
     def _weights(self, block: _Block, dout: Array) -> tuple[Array, Array]:
         """P and dS."""
-        of, place, given = self.of, block.place, self.given
+        of, place = self.of, block.place
+        given = self.given
         lse, sink = cut(given.lse, place, 0)[..., None], of.sinks(place)
         with_sink = lse if sink is None else np.logaddexp(lse.astype(np.float64), sink).astype(lse.dtype)
         delta = np.add.reduce(dout * cut(given.out, place), axis=-1, keepdims=True)
