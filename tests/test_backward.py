@@ -390,6 +390,21 @@ def test_merged_parts(impl):
             assert_allclose(joined, expected[name], rtol=1e-11, atol=1e-12)
 
 
+def test_a_row_of_lse_minus_infinity_has_no_gradient(impl):
+    """Whatever it may see here: a Partial that has met nothing but scores of -inf says so."""
+    dout, _, q, k, v = random_call()
+    out, lse, _ = attention(q, k, v, return_lse=True)
+    out, lse = out.copy(), lse.copy()
+    out[:, :, 2], lse[:, :, 2] = 0, -np.inf
+    found = attention_backward(dout, q, k, v, out, lse)
+    rest = np.arange(ROWS) != 2
+    expected = found_by_name(dout[:, :, rest], None, q[:, :, rest], k, v, {})
+    assert found.dq is not None
+    assert_array_equal(found.dq[:, :, 2], 0)
+    for name in "kv":
+        assert_allclose(getattr(found, "d" + name), expected[name], rtol=1e-12, atol=1e-13)
+
+
 @pytest.mark.parametrize("start", [0, -3, 40])
 def test_tables_of_biases(impl, start):
     """The gradient of a table is the transpose of what makes the bias."""
