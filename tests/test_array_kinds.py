@@ -143,6 +143,14 @@ CALLS: dict[str, list[tuple[Callable[..., Any], dict[str, Any]]]] = {
         (lambda **given: layer()(**given), dict(x=X[0], context=X[0])),
         (lambda **given: layer()(**given), dict(x=X[0], context=(X[..., :2], X[..., :2]), bias=X)),
     ],
+    "MultiHeadAttention.vjp": [
+        (
+            lambda dout, **given: layer(rotary={}).vjp(**given)[1](dout),
+            dict(x=X[0], positions=np.arange(4), mask=M, bias=X, dout=X[0]),
+        ),
+        (lambda **given: layer().vjp(**given)[1](X[0]), dict(x=X[0], context=X[0])),
+        (lambda **given: layer().vjp(**given)[1](X[0]), dict(x=X[0], context=(X[..., :2], X[..., :2]))),
+    ],
     "MultiHeadAttention.keys_values": [(lambda context: layer().keys_values(context), dict(context=X[0]))],
     "onnx.attention": [
         (onnx.attention, dict(Q=X, K=X, V=X, attn_mask=M, nonpad_kv_seqlen=np.array([4, 3]))),
@@ -258,6 +266,8 @@ def same(a: Any, b: Any) -> None:
     elif isinstance(a, tuple):
         for x, y in zip(a, b, strict=True):
             same(x, y)
+    elif isinstance(a, dict):
+        same(tuple(a.values()), tuple(b.values()))
 
 
 @pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")

@@ -97,10 +97,13 @@ def calls_of_others(kind: str, dtype) -> dict:
     q, x, w = numbers(kind, dtype, 1, 2, 5, 8), numbers(kind, dtype, 5, 8), numbers(kind, dtype, 8, 8)
     b, table, rows = numbers(kind, dtype, 8), numbers(kind, dtype, 32, 9), numbers(kind, dtype, 5, 4)
     layer = MultiHeadAttention(w, w, w, w, b_q=b, b_o=b, num_heads=2)
+    fused, norm = np.concatenate([w, w, w], axis=1), {"kind": "layer", "eps": 1e-6}
+    norms = MultiHeadAttention(fused, None, None, w, num_heads=2, norm=norm, q_norm=b, k_norm=b)
     with_rotary = MultiHeadAttention(w, w, w, w, num_heads=2, rotary={"base": 10.0})
     return {
         "multi_head_attention": lambda: [attentile.multi_head_attention(x, 8, 2, w, w, w, w)],
         "MultiHeadAttention": lambda: [layer(x), layer(x, out=np.empty_like(x)), layer(x, causal=True)],
+        "MultiHeadAttention, gradients": lambda: [*layer.vjp(x)[1](x).values(), *norms.vjp(x, x)[1](x).values()],
         "MultiHeadAttention, rotary": lambda: [with_rotary(x), *with_rotary.keys_values(x)],
         "rotary_embedding": lambda: [attentile.rotary_embedding(q, at) for at in (None, np.arange(5) * 10**6)],
         "rotary_embedding, tables": lambda: [attentile.rotary_embedding(q, cos=rows, sin=rows)],

@@ -75,6 +75,7 @@ def cache_and_layer_calls() -> None:
     print(result[0], cache.length, cache.lengths)
     w = np.eye(16, dtype=np.float32)
     layer = at.MultiHeadAttention(w, w, w, w, num_heads=2)
+    assert_type(layer.vjp(np.ones((4, 16)), causal=True)[0], Array)
     print(layer(np.ones((4, 16), np.float32), causal=True), layer.head_dim)
 
 

@@ -24,7 +24,7 @@ from .core.twin_backward import summed_to
 from .outputs import AttentionResult, Outputs
 from .runtime.threads import threads_for
 from .scores import SCORE_OPTIONS, ScoreOptions, checked
-from .storage import is_floating, ready, rounded, stored
+from .storage import gradient_dtype, is_floating, ready, rounded, stored
 
 Array = NDArray[Any]
 
@@ -167,10 +167,10 @@ class _Call:
         return names
 
     def dtype(self, name: str) -> np.dtype[Any]:
-        """That of the gradient: the argument's own; integers have a gradient in float64."""
+        """That of the gradient."""
         own = self.arguments[name].dtype
         bits = name in NAMES[:4] and self.scores.bits and own == np.uint16
-        return np.dtype(own.type) if is_floating(own) or bits else np.dtype(np.float64)
+        return np.dtype(np.uint16) if bits else gradient_dtype(own)
 
     def full_shape(self, name: str) -> tuple[int, ...]:
         """That of q, k or v with every batch axis."""
