@@ -35,6 +35,11 @@ def qkv(heads: int, length: int, width: int = 64) -> list[Any]:
     return list(rng.standard_normal((3, 1, heads, length, width), dtype=np.float32))
 
 
+def side_by_side(arrays: list[Any]) -> list[Any]:
+    """The same arrays with a token's heads one after the other, as projections give them."""
+    return [array.swapaxes(1, 2).copy().swapaxes(1, 2) for array in arrays]
+
+
 def weights_in_numpy(q: Any, k: Any, v: Any) -> object:
     """The statistics of attention_stats from the returned weights."""
     w = at.attention(q, k, v, return_weights=True).weights
@@ -91,7 +96,7 @@ def costs() -> list[Cost]:
     """Every comparison: the mask and score forms, dense masks that say what a structural form says, statistics."""
     x, heads, length = qkv(12, 1024), 12, 1024
     y, long = qkv(1, 8192), 8192
-    s, z = qkv(4, 512), qkv(1, 4096)
+    s, z, w = qkv(4, 512), qkv(1, 4096), qkv(8, 1024, 128)
     row = [array[:, :, -n:] for n, array in zip((1, 4096, 4096), qkv(8, 4096), strict=True)]
     i, j = np.arange(length)[:, None], np.arange(length)
     padding, band = np.broadcast_to(j < 600, (length, length)), (j <= i) & (j >= i - 100)
@@ -101,6 +106,8 @@ def costs() -> list[Cost]:
     half = rng.random((length, length)) < 0.5
 
     return [
+        Cost("heads side by side, d=64 / apart", run(side_by_side(x)), run(x), 1.15),
+        Cost("heads side by side, d=128 / apart", run(side_by_side(w)), run(w), 1.15),
         Cost("dense random mask / none", run(x, mask=half), run(x), 1.08),
         Cost("dense float bias (H, L, S) / none", run(x, bias=bias), run(x), 1.12),
         Cost("dense float bias (L, S) / none", run(x, bias=bias[0]), run(x), 1.12),

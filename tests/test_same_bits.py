@@ -93,6 +93,38 @@ def test_padding_after_the_last_visible_key(isa, poison, qkv):
         same_bits(attention(q[0], padded_k, padded_v, bias=np.where(np.arange(KEYS) < n, 0, -np.inf)), alone)
 
 
+def spread(x: Any, apart: int) -> Any:
+    """The same numbers with rows so many elements apart, NaN between them; backwards if negative."""
+    wide = np.full((*x.shape[:-1], abs(apart)), np.nan, x.dtype)
+    wide = wide[..., ::-1, :] if apart < 0 else wide
+    wide[..., : x.shape[-1]] = x
+    return wide[..., : x.shape[-1]]
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize("apart", [130, 300, 1024, -600])
+def test_rows_that_lie_apart(isa, kind, apart, qkv):
+    """Keys and values of which a task gathers chunks, both or one of them."""
+    q, k, v = qkv
+    expected = attention(q, k, v, **OPTIONS[kind])
+    for arrays in (spread(k, apart), spread(v, apart)), (spread(k, apart), v), (k, spread(v, apart)):
+        for threads in 1, 2:
+            same_bits(attention(q, *arrays, num_threads=threads, **OPTIONS[kind]), expected)
+
+
+@pytest.mark.parametrize("layout", ["heads side by side", "one key for all", "one value for all"])
+def test_layouts_of_tokens(isa, layout, qkv):
+    q, k, v = qkv
+    if layout == "heads side by side":
+        k, v = (np.concatenate([x, x, x, x], axis=-1)[..., :WIDTH] for x in (k, v))
+        k, v = (x.swapaxes(-3, -2).copy().swapaxes(-3, -2) for x in (k, v))
+    elif layout == "one key for all":
+        k = np.broadcast_to(k[..., :1, :], k.shape)
+    else:
+        v = np.broadcast_to(v[..., :1, :], v.shape)
+    same_bits(attention(q, k, v), attention(q, k.copy(), v.copy()))
+
+
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_thread_counts(isa, kind, qkv):
     one = attention(*qkv, num_threads=1, **OPTIONS[kind])

@@ -18,20 +18,30 @@ cdef int divide(Job *job, int threads) noexcept nogil:
     TASK_ROWS rows share a visit of a chunk unless threads would be short of tasks.
     """
     cdef Py_ssize_t rows = job.group * job.queries, heads = job.batch * job.kv_heads, blocks, share
+    cdef bint apart
     if is_small(job):
         threads = 1
     job.block_rows = job.tiles.max_vectors * job.tiles.lanes
     choose_few(job, rows, heads, threads)
     if not job.few:
         blocks = (rows + job.block_rows - 1) // job.block_rows
-        share = min(<Py_ssize_t> MAX_BLOCKS, (TASK_ROWS + job.block_rows - 1) // job.block_rows)
+        apart = lie_apart(job, &job.k, job.width, job.k_format) or lie_apart(job, &job.v, job.value_width, job.v_format)
+        share = MAX_BLOCKS if apart else min(<Py_ssize_t> MAX_BLOCKS, (TASK_ROWS + job.block_rows - 1) // job.block_rows)
         if threads > 1:
             share = max(<Py_ssize_t> 1, min(share, heads * blocks // (TASKS_PER_THREAD * threads)))
         job.tasks_per_head = (blocks + share - 1) // share
         job.blocks_per_task = (blocks + job.tasks_per_head - 1) // job.tasks_per_head
+        job.k_apart = job.blocks_per_task >= GATHER_BLOCKS and lie_apart(job, &job.k, job.width, job.k_format)
+        job.v_apart = job.blocks_per_task >= GATHER_BLOCKS and lie_apart(job, &job.v, job.value_width, job.v_format)
         job.tasks_per_head = (blocks + job.blocks_per_task - 1) // job.blocks_per_task
         job.tasks = heads * job.tasks_per_head
     return <int> min(<Py_ssize_t> threads, job.tasks)
+
+
+cdef inline bint lie_apart(const Job *job, const Strided *rows, Py_ssize_t width, int format) noexcept nogil:
+    """Rows with others between them, as those of a head where a token's heads lie side by side."""
+    cdef Py_ssize_t step = rows.row if rows.row > 0 else -rows.row
+    return job.pages == NULL and step >= max(<Py_ssize_t> APART_BYTES, 2 * width * AT_SIZE_OF(format))
 
 
 cdef void choose_few(Job *job, Py_ssize_t rows, Py_ssize_t heads, int threads) noexcept nogil:
@@ -74,9 +84,9 @@ cdef void size_scratch(Job *job) noexcept nogil:
                             + aligned(WORDS * rows * sizeof(uint32_t)) + job.blocks_per_task * job.block_bytes)
     if converts_bias(job):
         job.scratch_per_slot += aligned(AT_CHUNK * rows * item)
-    if widens_keys(job):
+    if brings_keys(job):
         job.scratch_per_slot += aligned(AT_CHUNK * job.width * item)
-    if widens_values(job):
+    if brings_values(job):
         job.scratch_per_slot += aligned(AT_CHUNK * job.value_width * item)
     if widens_rows(job):
         job.scratch_per_slot += aligned(rows * max(job.width, job.value_width) * item)
@@ -310,9 +320,9 @@ cdef Shared *open_shared(const Job *job, char **free_bytes) noexcept nogil:
     shared.beta = take(free_bytes, rows * item)
     shared.words = <uint32_t *> take(free_bytes, WORDS * rows * sizeof(uint32_t))
     fill_reals(shared.unused, item, rows, 0)
-    if widens_keys(job):
+    if brings_keys(job):
         shared.keys = take(free_bytes, AT_CHUNK * job.width * item)
-    if widens_values(job):
+    if brings_values(job):
         shared.wide_values = take(free_bytes, AT_CHUNK * job.value_width * item)
     if widens_rows(job):
         shared.rows = take(free_bytes, rows * max(job.width, job.value_width) * item)

@@ -5,6 +5,8 @@ cdef enum:
     ROW_BUFFERS = 4                             # of Block: m, l, slope, position
     MAX_BLOCKS = 8                              # blocks of rows that share one visit of a chunk
     TASK_ROWS = 192                             # rows that share it if there are tasks enough for all threads
+    APART_BYTES = 1024                          # from row to row of keys that are gathered into scratch, at least,
+    GATHER_BLOCKS = 3                           #   and blocks that use them then
     WORDS = AT_CHUNK // AT_WORD
     MAX_THREADS = 256                           # of one call
     TASKS_PER_THREAD = 8                        # fewer blocks per task rather than fewer tasks than this
@@ -66,6 +68,7 @@ cdef struct Job:
     const double *slopes                        # [query head] of ALiBi, NULL: none
     const double *sinks                         # [query head] logits, NULL: none
     double softcap                              # 0: none
+    bint k_apart, v_apart                       # rows lie so far apart that a task gathers those of a chunk first
     bint fetch                                  # the arrays are larger than the caches: fetch rows ahead
     double factor, fill                         # scale * log2(e); score of an excluded key
     bint filling                                # fill is finite: excluded keys take part with that score
@@ -177,12 +180,13 @@ cdef inline int own_format(const Job *job) noexcept nogil:
     return AT_F32 if job.tiles.itemsize == sizeof(float) else AT_F64
 
 
-cdef inline bint widens_keys(const Job *job) noexcept nogil:
-    return job.k_format != own_format(job)
+cdef inline bint brings_keys(const Job *job) noexcept nogil:
+    """Whether chunks of keys are brought into scratch: to widen them, or because their rows lie far apart."""
+    return job.k_format != own_format(job) or job.k_apart
 
 
-cdef inline bint widens_values(const Job *job) noexcept nogil:
-    return job.v_format != own_format(job)
+cdef inline bint brings_values(const Job *job) noexcept nogil:
+    return job.v_format != own_format(job) or job.v_apart
 
 
 cdef inline bint widens_rows(const Job *job) noexcept nogil:

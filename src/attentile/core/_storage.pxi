@@ -2,6 +2,9 @@
 # arithmetic is float64. One place each for reading a chunk of keys, a chunk of values and the rows of a block, and for
 # writing its results. A chunk is widened into the slot's scratch, once for all blocks of a task, and only the keys that
 # some row may see; the tiles for few rows read most formats directly (_few.pxi). No whole array is ever converted.
+#
+# Rows that lie far apart, as those of a head do where a token's heads lie side by side, are gathered there in the same
+# way: each of them is on a page of memory of its own, and in steps of a power of two they share few places of the caches.
 # Included by _core.pyx after _blocks.pxi.
 
 # Keys or values of a chunk as tiles take them: the first, and the bytes to the next (of panels as in key_chunk).
@@ -15,15 +18,18 @@ cdef inline bint is_stored(const Job *job, Py_ssize_t b, Py_ssize_t c) noexcept 
     return job.pages == NULL or job.pages[b * job.pages_batch + c] != 0
 
 
-cdef void widen_rows(const Job *job, char *to, const char *first, Py_ssize_t stride, Py_ssize_t n, Py_ssize_t width,
+cdef void bring_rows(const Job *job, char *to, const char *first, Py_ssize_t stride, Py_ssize_t n, Py_ssize_t width,
                      int format) noexcept nogil:
-    """n rows into scratch, without gaps."""
+    """n rows into scratch, without gaps, in the format of the tiles."""
     cdef Py_ssize_t r, row = width * <Py_ssize_t> job.tiles.itemsize
-    if stride == width * AT_SIZE_OF(format):
+    if format == own_format(job):
+        for r in range(n):
+            memcpy(to + r * row, first + r * stride, row)
+    elif stride == width * AT_SIZE_OF(format):
         job.tiles.widen(to, first, n * width, format)
-        return
-    for r in range(n):
-        job.tiles.widen(to + r * row, first + r * stride, width, format)
+    else:
+        for r in range(n):
+            job.tiles.widen(to + r * row, first + r * stride, width, format)
 
 
 cdef Rows bring_keys(const Job *job, Shared *shared, Py_ssize_t b, Py_ssize_t head, Py_ssize_t c, Py_ssize_t lo,
@@ -31,14 +37,14 @@ cdef Rows bring_keys(const Job *job, Shared *shared, Py_ssize_t b, Py_ssize_t he
     """The keys of chunk c; no row sees one before lo or from hi on, counted over all chunks."""
     cdef Rows k
     k.first, k.stride = key_chunk(job, b, head, c), job.k.row
-    if not widens_keys(job):
+    if not brings_keys(job):
         return k
     lo = max(lo - c * AT_CHUNK, 0) // AT_PANEL * AT_PANEL
     hi = min(hi - c * AT_CHUNK, chunk_keys(job, c))
     if job.pages != NULL:                       # whole panels, which pages have
         hi = (hi + AT_PANEL - 1) // AT_PANEL * AT_PANEL
     if lo < hi and is_stored(job, b, c):
-        widen_rows(job, shared.keys + lo * job.width * <Py_ssize_t> job.tiles.itemsize, k.first + lo * k.stride,
+        bring_rows(job, shared.keys + lo * job.width * <Py_ssize_t> job.tiles.itemsize, k.first + lo * k.stride,
                    k.stride, hi - lo, job.width, job.k_format)
     k.first, k.stride = shared.keys, job.width * <Py_ssize_t> job.tiles.itemsize
     return k
@@ -49,12 +55,12 @@ cdef Rows bring_values(const Job *job, Shared *shared, Py_ssize_t b, Py_ssize_t 
     """The values of chunk c, in the same way."""
     cdef Rows v
     v.first, v.stride = value_chunk(job, b, head, c), job.v.row
-    if not widens_values(job):
+    if not brings_values(job):
         return v
     lo = max(lo - c * AT_CHUNK, 0)
     hi = min(hi - c * AT_CHUNK, chunk_keys(job, c))
     if lo < hi:
-        widen_rows(job, shared.wide_values + lo * job.value_width * <Py_ssize_t> job.tiles.itemsize,
+        bring_rows(job, shared.wide_values + lo * job.value_width * <Py_ssize_t> job.tiles.itemsize,
                    v.first + lo * v.stride, v.stride, hi - lo, job.value_width, job.v_format)
     v.first, v.stride = shared.wide_values, job.value_width * <Py_ssize_t> job.tiles.itemsize
     return v
