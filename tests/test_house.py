@@ -29,7 +29,7 @@ FLOORS = (
     {"speed"},
     {"attentile", "onnx"},
     {"layers"},
-    {"attention", "cache", "inspection", "merge", "positions", "textbook"},
+    {"attention", "backward", "cache", "inspection", "merge", "positions", "textbook"},
     {"dispatch"},
     {"outputs"},
     {"scores"},
