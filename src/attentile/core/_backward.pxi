@@ -46,8 +46,7 @@ cdef struct RowGradients:
     Block *rows
     char *dout_t                                # [value_width][pitch]
     char *dq_t                                  # [width][pitch]
-    char *lse                                   # [pitch] with the sink, in units of log 2; infinite for a row without keys
-    char *delta                                 # [pitch] less dlse
+    at_row_numbers numbers
     const char *q_rows[AT_MAX_ROWS]             # in the type of the tiles
     const char *dout_rows[AT_MAX_ROWS]
     bint finite                                 # every number of these rows is
@@ -109,7 +108,7 @@ cdef Py_ssize_t row_gradient_bytes(const Backward *back) noexcept nogil:
     """Bytes of a block: Block with its buffers, RowGradients with its own."""
     cdef const Job *job = back.job
     cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, rows = largest_pitch(job)
-    cdef Py_ssize_t nbytes = job.block_bytes + aligned(sizeof(RowGradients)) + 2 * aligned(rows * item)
+    cdef Py_ssize_t nbytes = job.block_bytes + aligned(sizeof(RowGradients)) + 3 * aligned(rows * item)
     nbytes += aligned(rows * job.width * item) + aligned(rows * job.value_width * item)
     if job.q_format != own_format(job):
         nbytes += aligned(rows * job.width * item)
@@ -132,32 +131,32 @@ cdef void widen_each(const Job *job, const char **rows, Py_ssize_t n, Py_ssize_t
 
 
 cdef void find_row_numbers(const Backward *back, const Cell *cell, RowGradients *block, Py_ssize_t i) noexcept nogil:
-    """lse and delta of each row from `delta`, which the tile has left; i: query of row 0.
+    """The numbers of each row from its delta, which the tile has left; i: query of row 0.
 
-    With t = lse and the sink: dS = exp(s - t) (dP - delta) + dlse exp(s - lse) = exp(s - t) (dP - (delta - dlse
-    exp(t - lse))).
+    With the share of the softmax that a sink leaves: dS = exp(s - lse) (share (dP - delta) + dlse).
     """
     cdef const Job *job = back.job
     cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, r
-    cdef double lse, both, sink, delta
-    fill_reals(block.lse, item, block.rows.pitch, INFINITY)
+    cdef double lse, share, delta
+    fill_reals(<char *> block.numbers.lse, item, block.rows.pitch, INFINITY)
+    fill_reals(<char *> block.numbers.share, item, block.rows.pitch, 1)
     for r in range(block.rows.n_rows):
-        delta = real_at(block.delta + r * item, item)
+        delta = real_at(<char *> block.numbers.delta + r * item, item)
         if back.delta.data != NULL:
             set_real(at(&back.delta, cell.b, cell.head, i + r), item, delta)
         lse = real_at(at(&back.lse, cell.b, cell.head, i + r), item) * LOG2E
+        share = 1
         if lse == -INFINITY:                    # no key
-            set_real(block.delta + r * item, item, 0)
-            continue
-        both = lse
-        if job.sinks != NULL:
-            sink = block.rows.row_sink[r]
-            both = max(lse, sink) + at_log2(1 + at_exp2(-fabs(lse - sink))) if lse == lse and fabs(sink) != INFINITY \
-                else (sink if sink == INFINITY else lse)
-        if back.dlse.data != NULL:
-            delta -= real_at(at(&back.dlse, cell.b, cell.head, i + r), item) * at_exp2(both - lse)
-        set_real(block.lse + r * item, item, both)
-        set_real(block.delta + r * item, item, delta)
+            lse, delta = INFINITY, 0
+        else:
+            if job.sinks != NULL:
+                share = 1 / (1 + at_exp2(block.rows.row_sink[r] - lse))
+            delta *= share
+            if back.dlse.data != NULL:
+                delta -= real_at(at(&back.dlse, cell.b, cell.head, i + r), item)
+        set_real(<char *> block.numbers.lse + r * item, item, lse)
+        set_real(<char *> block.numbers.share + r * item, item, share)
+        set_real(<char *> block.numbers.delta + r * item, item, delta)
 
 
 cdef void open_row_gradients(const Backward *back, const Cell *cell, RowGradients *block, char *free_bytes,
@@ -178,8 +177,9 @@ cdef void open_row_gradients(const Backward *back, const Cell *cell, RowGradient
         find_intervals(job, rows, cell.b, i)
     block.dout_t = take(&free_bytes, rows.pitch * job.value_width * item)
     block.dq_t = take(&free_bytes, rows.pitch * job.width * item)
-    block.lse = take(&free_bytes, rows.pitch * item)
-    block.delta = take(&free_bytes, rows.pitch * item)
+    block.numbers.lse = take(&free_bytes, rows.pitch * item)
+    block.numbers.share = take(&free_bytes, rows.pitch * item)
+    block.numbers.delta = take(&free_bytes, rows.pitch * item)
     block.first = True
     point_rows(job, block.dout_rows, &back.dout, cell.b, cell.head, i, n)
     point_rows(job, out_rows, &back.out, cell.b, cell.head, i, n)
@@ -194,7 +194,7 @@ cdef void open_row_gradients(const Backward *back, const Cell *cell, RowGradient
                    take(&free_bytes, rows.pitch * job.value_width * item))
     job.tiles.pack(rows.qt, block.q_rows, n, rows.vectors, job.width, job.factor)
     job.tiles.pack(block.dout_t, block.dout_rows, n, rows.vectors, job.value_width, 1)
-    job.tiles.row_dots(block.delta, block.dout_t, rows.ot, rows.vectors, job.value_width)
+    job.tiles.row_dots(block.numbers.delta, block.dout_t, rows.ot, rows.vectors, job.value_width)
     find_row_numbers(back, cell, block, i)
     block.finite = (job.tiles.all_finite(block.q_rows, n, job.width)
                     and job.tiles.all_finite(block.dout_rows, n, job.value_width))
@@ -279,7 +279,7 @@ cdef void add_block(const Backward *back, Cell *cell, Shared *shared, RowGradien
     p, ds = shared.st + offset, cell.dp + offset
     tiles.scores[rows.vectors - 1](ds, shared.unused, block.dout_t, cell.v.first + run.start * cell.v.stride,
                                    cell.v.stride, 1, job.value_width, n, NULL, 0)
-    tiles.weigh(p, ds, block.lse, block.delta, rows.vectors, n)
+    tiles.weigh(p, ds, &block.numbers, rows.vectors, n)
     add_score_gradients(back, cell, shared, block, &run, i)
     if job.softcap != 0:
         tiles.uncap(ds, shared.capped + offset, rows.vectors, n, job.softcap * LOG2E)
@@ -348,11 +348,9 @@ cdef void add_to_head(const Backward *back, const Cell *cell, const Strided *arr
 
 
 cdef inline void wait_for_turn(const Backward *back, const Cell *cell) noexcept nogil:
-    """Until the tasks before have passed this chunk."""
-    if cell.place > 0:
+    """Until the task before, and with it all others before, has passed this chunk."""
+    if cell.place > 0 or (back.in_turn and cell.task > 0):
         at_await(&back.passed[cell.task - 1], cell.c + 1)
-    if back.in_turn and cell.unit > 0:
-        at_await(&back.passed[cell.task - back.tasks_per_unit], cell.c + 1)
 
 
 cdef void pass_chunk(const Backward *back, Cell *cell, Shared *shared, RowGradients **blocks, Py_ssize_t n_blocks,

@@ -41,6 +41,11 @@ cdef extern from "kernels/kernels.h" nogil:
         const char *ahead
         Py_ssize_t ahead_stride
 
+    ctypedef struct at_row_numbers:
+        void *lse
+        void *share
+        void *delta
+
     ctypedef struct at_top:
         void *values
         Py_ssize_t *keys
@@ -109,8 +114,7 @@ cdef extern from "kernels/kernels.h" nogil:
         void (*add_rows)(double *sum, const char **rows, Py_ssize_t n_rows, Py_ssize_t keys) noexcept nogil
         void (*keep_top)(at_top *top, const void *row, Py_ssize_t n, Py_ssize_t first_key, void *scratch) noexcept nogil
         void (*store_top)(at_top *top, void *values, Py_ssize_t *keys, void *scratch) noexcept nogil
-        void (*weigh)(void *st, void *dp, const void *lse, const void *delta, int vectors,
-                      Py_ssize_t keys) noexcept nogil
+        void (*weigh)(void *st, void *dp, const at_row_numbers *rows, int vectors, Py_ssize_t keys) noexcept nogil
         void (*row_dots)(void *sums, const void *a, const void *b, int vectors, Py_ssize_t width) noexcept nogil
         void (*uncap)(void *ds, const void *capped, int vectors, Py_ssize_t keys, double cap) noexcept nogil
         void (*add_outer)(void *to, const void *a, int vectors, const char **rows, Py_ssize_t n_rows,

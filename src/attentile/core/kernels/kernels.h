@@ -110,6 +110,12 @@ typedef struct {
     ptrdiff_t ahead_stride;
 } at_value_rows;
 
+/* What the backward pass knows of the rows of a block, [pitch] each: lse in units of log 2, infinite for a row without keys;
+ * the share of the softmax that the sink leaves, 1 without one; share * delta - dlse. */
+typedef struct {
+    void *lse, *share, *delta;
+} at_row_numbers;
+
 /* Candidates for the k largest weights of a row. As soon as they are more than `room`, all but k are given up, and from then
  * on only what is above the smallest of these is taken. A larger room means fewer sorts. */
 typedef struct {
@@ -250,8 +256,8 @@ typedef struct {
     /* ---- The backward pass (backward.inc). S and dP lie as st does, sums over rows in sums[key][pitch] with pitch = width in
      * whole vectors. ---- */
 
-    /* st = P = exp2(st - lse[r]) and dp = dS = P * (dp - delta[r]); both 0 where st is -inf. */
-    void (*weigh)(void* st, void* dp, const void* lse, const void* delta, int vectors, ptrdiff_t keys);
+    /* With p = exp2(st - lse[r]): st = P = p * share[r] and dp = dS = p * (dp * share[r] - delta[r]); 0 where st is -inf. */
+    void (*weigh)(void* st, void* dp, const at_row_numbers* rows, int vectors, ptrdiff_t keys);
 
     /* sums[r] = sum_e a[e][r] * b[e][r]. */
     void (*row_dots)(void* sums, const void* a, const void* b, int vectors, ptrdiff_t width);
