@@ -11,8 +11,7 @@
 #             dk and dv of the cell into those of the head, after the tasks before
 #         unpack    dq
 #
-# P and dS of a block and a chunk never leave the core, as the scores of the forward pass. The memory beside the gradients
-# is that of a task.
+# P and dS of a cell (2 x 192 x 256 floats: 384 KiB) stay in L2. The memory beside the gradients is that of a task.
 #
 # The tasks of a head share its dk and dv, and with a bias that is repeated all tasks share its gradient. Each element has
 # one order of additions all the same: task after task. So a task that has finished a cell waits until the one before it has
@@ -51,18 +50,21 @@ cdef struct RowGradients:
     const char *dout_rows[AT_MAX_ROWS]
     bint finite                                 # every number of these rows is
     bint first                                  # dq_t holds nothing yet
+    char *p                                     # [AT_CHUNK][pitch] S, then P
+    char *ds                                    # [AT_CHUNK][pitch] dP, then dS
+    Py_ssize_t start, stop                      # the keys of the chunk that they are about
+    bint excludes                               # some of these pairs may be excluded
 
 # What a task has beside Shared, and the cell that it is at.
 cdef struct Cell:
     Py_ssize_t task, unit, place                # place: of the task in its unit
     Py_ssize_t b, kv_head, head, i              # head: query head; i: first query
-    Py_ssize_t c, first, end                    # the chunk of keys; of it, keys to which something was added
+    RowGradients *blocks[MAX_BACKWARD_BLOCKS]
+    Py_ssize_t n_blocks, lo, hi                 # keys that some row of them sees
+    Py_ssize_t c                                # the chunk of keys
     Rows k, v
-    bint finite                                 # every number of k and v is
+    bint careful                                # 0 times a number of the operands may be NaN
     double distances
-    char *dp                                    # [AT_CHUNK][pitch] dP, then dS
-    char *dk                                    # [AT_CHUNK][whole vectors] of the cell
-    char *dv
     char *ones                                  # [pitch]
     char *line                                  # [row][AT_CHUNK] dS of a block, row by row
     char *rows                                  # [row] of out or dq, to be widened or narrowed
@@ -71,10 +73,6 @@ cdef struct Cell:
 # ---------------------------------------------------------------------------------------------------------------
 # Scratch
 # ---------------------------------------------------------------------------------------------------------------
-cdef inline Py_ssize_t whole_vectors(const Job *job, Py_ssize_t width) noexcept nogil:
-    return (width + job.tiles.lanes - 1) // job.tiles.lanes * job.tiles.lanes
-
-
 cdef inline bint is_summed_apart(const Job *job, const Strided *array, int format) noexcept nogil:
     return array.data != NULL and format != own_format(job)
 
@@ -84,9 +82,6 @@ cdef Cell *open_cell(const Backward *back, char **free_bytes) noexcept nogil:
     cdef const Job *job = back.job
     cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, rows = largest_pitch(job)
     cdef Cell *cell = <Cell *> take(free_bytes, sizeof(Cell))
-    cell.dp = take(free_bytes, AT_CHUNK * rows * item)
-    cell.dk = take(free_bytes, AT_CHUNK * whole_vectors(job, job.width) * item)
-    cell.dv = take(free_bytes, AT_CHUNK * whole_vectors(job, job.value_width) * item)
     cell.ones = take(free_bytes, rows * item)
     cell.line = take(free_bytes, AT_CHUNK * rows * item) if back.dbias.data != NULL else NULL
     cell.rows = take(free_bytes, rows * max(job.width, job.value_width) * item)
@@ -98,10 +93,8 @@ cdef Py_ssize_t cell_bytes(const Backward *back) noexcept nogil:
     """Bytes that open_cell() and the scores after softcap take."""
     cdef const Job *job = back.job
     cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, rows = largest_pitch(job)
-    return (aligned(sizeof(Cell)) + (2 + (job.softcap != 0)) * aligned(AT_CHUNK * rows * item) + aligned(rows * item)
-            + aligned(rows * max(job.width, job.value_width) * item)
-            + aligned(AT_CHUNK * whole_vectors(job, job.width) * item)
-            + aligned(AT_CHUNK * whole_vectors(job, job.value_width) * item))
+    return (aligned(sizeof(Cell)) + aligned(rows * item) + aligned(rows * max(job.width, job.value_width) * item)
+            + ((job.softcap != 0) + (back.dbias.data != NULL)) * aligned(AT_CHUNK * rows * item))
 
 
 cdef Py_ssize_t row_gradient_bytes(const Backward *back) noexcept nogil:
@@ -110,6 +103,7 @@ cdef Py_ssize_t row_gradient_bytes(const Backward *back) noexcept nogil:
     cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, rows = largest_pitch(job)
     cdef Py_ssize_t nbytes = job.block_bytes + aligned(sizeof(RowGradients)) + 3 * aligned(rows * item)
     nbytes += aligned(rows * job.width * item) + aligned(rows * job.value_width * item)
+    nbytes += 2 * aligned(AT_CHUNK * rows * item)
     if job.q_format != own_format(job):
         nbytes += aligned(rows * job.width * item)
     if back.dout_format != own_format(job):
@@ -177,6 +171,8 @@ cdef void open_row_gradients(const Backward *back, const Cell *cell, RowGradient
         find_intervals(job, rows, cell.b, i)
     block.dout_t = take(&free_bytes, rows.pitch * job.value_width * item)
     block.dq_t = take(&free_bytes, rows.pitch * job.width * item)
+    block.p = take(&free_bytes, AT_CHUNK * rows.pitch * item)
+    block.ds = take(&free_bytes, AT_CHUNK * rows.pitch * item)
     block.numbers.lse = take(&free_bytes, rows.pitch * item)
     block.numbers.share = take(&free_bytes, rows.pitch * item)
     block.numbers.delta = take(&free_bytes, rows.pitch * item)
@@ -235,14 +231,13 @@ cdef bint is_chunk_finite(const Job *job, const Rows *rows, Py_ssize_t n, Py_ssi
     return True
 
 
-cdef void add_score_gradients(const Backward *back, Cell *cell, Shared *shared, RowGradients *block,
-                              const Run *run, Py_ssize_t i) noexcept nogil:
-    """What comes of dS itself: the gradients of the bias and of ALiBi's slopes."""
+cdef void add_score_gradients(const Backward *back, Cell *cell, RowGradients *block, Py_ssize_t i) noexcept nogil:
+    """What comes of dS itself: the gradients of the bias and of ALiBi's slopes. i: query of row 0."""
     cdef const Job *job = back.job
     cdef Block *rows = block.rows
-    cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, r, n = run.stop - run.start
-    cdef Py_ssize_t key = run.chunk + run.start
-    cdef char *ds = cell.dp + run.start * rows.pitch * item
+    cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, r, n = block.stop - block.start
+    cdef Py_ssize_t key = cell.c * AT_CHUNK + block.start
+    cdef char *ds = block.ds + block.start * rows.pitch * item
     cdef double sums[AT_MAX_ROWS]
     cdef char *lines[AT_MAX_ROWS]
     if back.dslopes != NULL:
@@ -260,91 +255,116 @@ cdef void add_score_gradients(const Backward *back, Cell *cell, Shared *shared, 
                               lines[r], n)
 
 
-cdef void add_block(const Backward *back, Cell *cell, Shared *shared, RowGradients *block, Py_ssize_t i) noexcept nogil:
-    """One block of the cell; i: query of its row 0."""
+cdef bint is_careful(const Backward *back, const Cell *cell) noexcept nogil:
+    """Whether a pair is excluded and an operand of its products is not finite."""
+    cdef const Job *job = back.job
+    cdef Py_ssize_t x, first = AT_CHUNK, end = 0
+    cdef bint finite = True
+    cdef Rows k
+    for x in range(cell.n_blocks):
+        if cell.blocks[x].excludes and cell.blocks[x].start < cell.blocks[x].stop:
+            finite = finite and cell.blocks[x].finite
+            first = min(first, cell.blocks[x].start)
+            end = max(end, cell.blocks[x].stop)
+    if first >= end:
+        return False
+    k.first, k.stride = cell.k.first + first * cell.k.stride, cell.k.stride
+    return not (finite and is_chunk_finite(job, &k, end - first, job.width))
+
+
+cdef void weigh_block(const Backward *back, Cell *cell, Shared *shared, RowGradients *block,
+                      Py_ssize_t i) noexcept nogil:
+    """P and dS of a block and the chunk; i: query of row 0."""
     cdef const Job *job = back.job
     cdef const at_tiles *tiles = job.tiles
     cdef Block *rows = block.rows
-    cdef Py_ssize_t item = <Py_ssize_t> tiles.itemsize, n, offset
-    cdef bint careful = not (block.finite and cell.finite)
-    cdef char *p
-    cdef char *ds
-    cdef Run run
-    cdef const char *k
-    run.chunk = cell.c * AT_CHUNK
-    if not score_chunk(job, rows, shared, cell.k, NULL, run.chunk, &run.start, &run.stop):
+    cdef Py_ssize_t n, offset
+    shared.st = block.p
+    rows.excludes = False
+    if not score_chunk(job, rows, shared, cell.k, NULL, cell.c * AT_CHUNK, &block.start, &block.stop):
+        block.start = block.stop = 0
         return
-    n = run.stop - run.start
-    offset = run.start * rows.pitch * item
-    p, ds = shared.st + offset, cell.dp + offset
-    tiles.scores[rows.vectors - 1](ds, shared.unused, block.dout_t, cell.v.first + run.start * cell.v.stride,
-                                   cell.v.stride, 1, job.value_width, n, NULL, 0)
-    tiles.weigh(p, ds, &block.numbers, rows.vectors, n)
-    add_score_gradients(back, cell, shared, block, &run, i)
+    block.excludes = rows.excludes or job.bias.data != NULL
+    n = block.stop - block.start
+    offset = block.start * rows.pitch * <Py_ssize_t> tiles.itemsize
+    tiles.scores[rows.vectors - 1](block.ds + offset, shared.unused, block.dout_t,
+                                   cell.v.first + block.start * cell.v.stride, cell.v.stride, 1, job.value_width, n,
+                                   NULL, 0)
+    tiles.weigh(block.p + offset, block.ds + offset, &block.numbers, rows.vectors, n)
+    add_score_gradients(back, cell, block, i)
     if job.softcap != 0:
-        tiles.uncap(ds, shared.capped + offset, rows.vectors, n, job.softcap * LOG2E)
-    cell.first = min(cell.first, run.start)
-    cell.end = max(cell.end, run.stop)
-    k = cell.k.first + run.start * cell.k.stride
-    if careful:
-        tiles.mark_zeros(ds, rows.vectors, n)
-    if back.dq.data != NULL:
-        if careful:
-            tiles.values_marked(block.dq_t, ds, k, cell.k.stride, job.width, n, cell.ones, cell.ones, block.first,
+        tiles.uncap(block.ds + offset, shared.capped + offset, rows.vectors, n, job.softcap * LOG2E)
+
+
+cdef void add_dq(const Backward *back, const Cell *cell, RowGradients *block) noexcept nogil:
+    cdef const Job *job = back.job
+    cdef Block *rows = block.rows
+    cdef Py_ssize_t n = block.stop - block.start
+    cdef char *ds = block.ds + block.start * rows.pitch * <Py_ssize_t> job.tiles.itemsize
+    cdef const char *k = cell.k.first + block.start * cell.k.stride
+    if back.dq.data == NULL or n == 0:
+        return
+    if cell.careful:
+        job.tiles.mark_zeros(ds, rows.vectors, n)
+        job.tiles.values_marked(block.dq_t, ds, k, cell.k.stride, job.width, n, cell.ones, cell.ones, block.first,
                                 rows.vectors)
-        else:
-            tiles.values[rows.vectors - 1](block.dq_t, ds, k, cell.k.stride, job.width, n, cell.ones, cell.ones,
+    else:
+        job.tiles.values[rows.vectors - 1](block.dq_t, ds, k, cell.k.stride, job.width, n, cell.ones, cell.ones,
                                            block.first)
-        block.first = False
-    if back.dk.data != NULL:
-        tiles.add_outer(cell.dk + run.start * whole_vectors(job, job.width) * item, ds, rows.vectors, block.q_rows,
-                        rows.n_rows, job.width, n, careful)
-    if back.dv.data != NULL:
-        tiles.add_outer(cell.dv + run.start * whole_vectors(job, job.value_width) * item, p, rows.vectors,
-                        block.dout_rows, rows.n_rows, job.value_width, n, careful)
+    block.first = False
 
 
-cdef void bring_cell(const Backward *back, Cell *cell, Shared *shared, Py_ssize_t lo, Py_ssize_t hi) noexcept nogil:
-    """K and V of the chunk, of which no row sees a key before lo or from hi on; nothing in dk and dv yet."""
+cdef Py_ssize_t find_parts(const Cell *cell, Py_ssize_t key, Py_ssize_t end, bint of_dk, Py_ssize_t item,
+                           at_outer_rows *parts, int *n_parts) noexcept nogil:
+    """The blocks that have something for this key of the chunk; how far the same ones have."""
+    cdef Py_ssize_t x
+    cdef RowGradients *block
+    n_parts[0] = 0
+    for x in range(cell.n_blocks):
+        block = cell.blocks[x]
+        if block.start <= key < block.stop:
+            parts[n_parts[0]].a = (block.ds if of_dk else block.p) + key * block.rows.pitch * item
+            parts[n_parts[0]].rows = &block.q_rows[0] if of_dk else &block.dout_rows[0]
+            parts[n_parts[0]].n_rows, parts[n_parts[0]].pitch = block.rows.n_rows, block.rows.pitch
+            n_parts[0] += 1
+            end = min(end, block.stop)
+        elif key < block.start < block.stop:
+            end = min(end, block.start)
+    return end
+
+
+cdef void add_to_head(const Backward *back, const Cell *cell, const Strided *array, int format, bint of_dk) noexcept nogil:
+    """The cell's part of dk or dv."""
     cdef const Job *job = back.job
-    cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, first, n
-    cdef Rows some
-    cell.k = bring_keys(job, shared, cell.b, cell.kv_head, cell.c, lo, hi)
-    cell.v = bring_values(job, shared, cell.b, cell.kv_head, cell.c, lo, hi)
-    first = max(lo - cell.c * AT_CHUNK, 0)
-    n = min(hi - cell.c * AT_CHUNK, chunk_keys(job, cell.c)) - first
-    some.first, some.stride = cell.k.first + first * cell.k.stride, cell.k.stride
-    cell.finite = is_chunk_finite(job, &some, n, job.width)
-    memset(cell.dk, 0, AT_CHUNK * whole_vectors(job, job.width) * item)
-    memset(cell.dv, 0, AT_CHUNK * whole_vectors(job, job.value_width) * item)
-
-
-cdef void add_to_head(const Backward *back, const Cell *cell, const Strided *array, int format, const char *sums,
-                      Py_ssize_t width, Py_ssize_t offset, double factor) noexcept nogil:
-    """The cell's part of dk or dv to that of the head; offset: where a unit has it among its sums, if it is there."""
-    cdef const Job *job = back.job
-    cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, key = cell.c * AT_CHUNK, stride = array.row, j
-    cdef Py_ssize_t n = chunk_keys(job, cell.c), row = width * item
-    cdef bint apart = is_summed_apart(job, array, format), first = cell.place == 0
-    cdef char *to
+    cdef Py_ssize_t item = <Py_ssize_t> job.tiles.itemsize, first = cell.c * AT_CHUNK, n = chunk_keys(job, cell.c)
+    cdef Py_ssize_t width = job.width if of_dk else job.value_width, j = 0, end, x
+    cdef bint apart = is_summed_apart(job, array, format)
+    cdef at_outer_rows parts[MAX_BACKWARD_BLOCKS]
+    cdef int n_parts
+    cdef at_sums to
+    cdef char *sums
     if array.data == NULL:
         return
-    to = at(array, cell.b, cell.kv_head, key)
+    sums, to.stride = at(array, cell.b, cell.kv_head, first), array.row
     if apart:
-        to = back.sums + cell.unit % back.n_sums * back.sums_bytes + offset + key * row
-        stride = row
-    if first:
-        for j in range(min(cell.first, n)):
-            memset(to + j * stride, 0, row)
-        for j in range(cell.end, n):
-            memset(to + j * stride, 0, row)
-    if cell.first < cell.end:
-        job.tiles.add_scaled(to + cell.first * stride, stride,
-                             sums + cell.first * whole_vectors(job, width) * item, width, cell.end - cell.first,
-                             factor, first)
+        to.stride = width * item
+        sums = back.sums + cell.unit % back.n_sums * back.sums_bytes + first * to.stride
+        if not of_dk:
+            sums += aligned(job.keys * job.width * item)
+    to.factor = back.scale if of_dk else 1
+    to.first = cell.place == 0
+    while j < n:
+        to.rows = sums + j * to.stride
+        end = find_parts(cell, j, n, of_dk, item, parts, &n_parts)
+        if n_parts > 0:
+            job.tiles.add_outer(&to, parts, n_parts, width, end - j, cell.careful)
+        elif to.first:
+            for x in range(end - j):
+                memset(to.rows + x * to.stride, 0, width * item)
+        j = end
     if apart and cell.place == back.tasks_per_unit - 1:
-        for j in range(n):
-            job.tiles.narrow(at(array, cell.b, cell.kv_head, key + j), to + j * stride, width, format)
+        for x in range(n):
+            job.tiles.narrow(at(array, cell.b, cell.kv_head, first + x), sums + x * to.stride, width, format)
 
 
 cdef inline void wait_for_turn(const Backward *back, const Cell *cell) noexcept nogil:
@@ -353,24 +373,45 @@ cdef inline void wait_for_turn(const Backward *back, const Cell *cell) noexcept 
         at_await(&back.passed[cell.task - 1], cell.c + 1)
 
 
-cdef void pass_chunk(const Backward *back, Cell *cell, Shared *shared, RowGradients **blocks, Py_ssize_t n_blocks,
-                     Py_ssize_t lo, Py_ssize_t hi) noexcept nogil:
-    """The cell at chunk cell.c, if some row sees a key of it, and the chunk is the next task's."""
+cdef void pass_chunk(const Backward *back, Cell *cell, Shared *shared) noexcept nogil:
+    """The cell at chunk cell.c, if some row sees a key of it; then the chunk is the next task's."""
     cdef const Job *job = back.job
-    cdef Py_ssize_t x, values = aligned(job.keys * job.width * <Py_ssize_t> job.tiles.itemsize)
-    cell.first, cell.end = AT_CHUNK, 0
+    cdef Py_ssize_t x
     if back.in_turn:
         wait_for_turn(back, cell)
-    if lo < (cell.c + 1) * AT_CHUNK and hi > cell.c * AT_CHUNK:
-        bring_cell(back, cell, shared, lo, hi)
-        for x in range(n_blocks):
-            add_block(back, cell, shared, blocks[x], cell.i + x * job.block_rows)
-    if cell.end == 0:
-        cell.first = 0
+    for x in range(cell.n_blocks):
+        cell.blocks[x].start = cell.blocks[x].stop = 0
+    cell.careful = False
+    if cell.lo < (cell.c + 1) * AT_CHUNK and cell.hi > cell.c * AT_CHUNK:
+        cell.k = bring_keys(job, shared, cell.b, cell.kv_head, cell.c, cell.lo, cell.hi)
+        cell.v = bring_values(job, shared, cell.b, cell.kv_head, cell.c, cell.lo, cell.hi)
+        for x in range(cell.n_blocks):
+            weigh_block(back, cell, shared, cell.blocks[x], cell.i + x * job.block_rows)
+        cell.careful = is_careful(back, cell)
+        for x in range(cell.n_blocks):
+            add_dq(back, cell, cell.blocks[x])
     wait_for_turn(back, cell)
-    add_to_head(back, cell, &back.dk, back.dk_format, cell.dk, job.width, 0, back.scale)
-    add_to_head(back, cell, &back.dv, back.dv_format, cell.dv, job.value_width, values, 1)
+    add_to_head(back, cell, &back.dk, back.dk_format, True)
+    add_to_head(back, cell, &back.dv, back.dv_format, False)
     at_pass(&back.passed[cell.task], cell.c + 1)
+
+
+cdef void open_blocks(const Backward *back, Cell *cell, char *free_bytes) noexcept nogil:
+    """The rows of the task."""
+    cdef const Job *job = back.job
+    cdef RowGradients *block
+    cdef char *block_bytes
+    cdef Py_ssize_t i = cell.i
+    cell.n_blocks, cell.lo, cell.hi = 0, job.keys, 0
+    while i < min(cell.i + AT_ROW_CHUNK, job.queries):
+        block_bytes = free_bytes + cell.n_blocks * back.block_bytes
+        block = <RowGradients *> take(&block_bytes, sizeof(RowGradients))
+        open_row_gradients(back, cell, block, block_bytes, i)
+        cell.lo = min(cell.lo, block.rows.lo)
+        cell.hi = max(cell.hi, block.rows.hi)
+        cell.blocks[cell.n_blocks] = block
+        cell.n_blocks += 1
+        i += job.block_rows
 
 
 cdef void backward_task(void *back_pointer, Py_ssize_t index, int slot) noexcept nogil:
@@ -379,9 +420,7 @@ cdef void backward_task(void *back_pointer, Py_ssize_t index, int slot) noexcept
     cdef char *free_bytes = job.scratch + slot * job.scratch_per_slot
     cdef Shared *shared = open_shared(job, &free_bytes)
     cdef Cell *cell = open_cell(back, &free_bytes)
-    cdef RowGradients *blocks[MAX_BACKWARD_BLOCKS]
-    cdef char *block_bytes
-    cdef Py_ssize_t i, x, n_blocks = 0, lo = job.keys, hi = 0
+    cdef Py_ssize_t x
     shared.n_ahead = 0
     if job.softcap != 0:
         shared.capped = take(&free_bytes, AT_CHUNK * largest_pitch(job) * <Py_ssize_t> job.tiles.itemsize)
@@ -392,20 +431,12 @@ cdef void backward_task(void *back_pointer, Py_ssize_t index, int slot) noexcept
     cell.distances = 0
     if cell.place == 0 and back.sums != NULL and cell.unit >= back.n_sums:      # the sums of an earlier unit
         at_await(&back.passed[(cell.unit - back.n_sums + 1) * back.tasks_per_unit - 1], PASSED_ALL)
-    i = cell.i
-    while i < min(cell.i + AT_ROW_CHUNK, job.queries):
-        block_bytes = free_bytes + n_blocks * back.block_bytes
-        blocks[n_blocks] = <RowGradients *> take(&block_bytes, sizeof(RowGradients))
-        open_row_gradients(back, cell, blocks[n_blocks], block_bytes, i)
-        lo = min(lo, blocks[n_blocks].rows.lo)
-        hi = max(hi, blocks[n_blocks].rows.hi)
-        i += job.block_rows
-        n_blocks += 1
+    open_blocks(back, cell, free_bytes)
     for cell.c in range(chunks_before(job.keys)):
-        pass_chunk(back, cell, shared, blocks, n_blocks, lo, hi)
+        pass_chunk(back, cell, shared)
     at_pass(&back.passed[index], PASSED_ALL)
-    for x in range(n_blocks):
-        store_dq(back, cell, shared, blocks[x], cell.i + x * job.block_rows)
+    for x in range(cell.n_blocks):
+        store_dq(back, cell, shared, cell.blocks[x], cell.i + x * job.block_rows)
     back.distances[index] = cell.distances
 
 

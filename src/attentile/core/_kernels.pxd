@@ -46,6 +46,17 @@ cdef extern from "kernels/kernels.h" nogil:
         void *share
         void *delta
 
+    ctypedef struct at_outer_rows:
+        const void *a
+        const char **rows
+        Py_ssize_t n_rows, pitch
+
+    ctypedef struct at_sums:
+        char *rows
+        Py_ssize_t stride
+        double factor
+        bint first
+
     ctypedef struct at_top:
         void *values
         Py_ssize_t *keys
@@ -117,11 +128,9 @@ cdef extern from "kernels/kernels.h" nogil:
         void (*weigh)(void *st, void *dp, const at_row_numbers *rows, int vectors, Py_ssize_t keys) noexcept nogil
         void (*row_dots)(void *sums, const void *a, const void *b, int vectors, Py_ssize_t width) noexcept nogil
         void (*uncap)(void *ds, const void *capped, int vectors, Py_ssize_t keys, double cap) noexcept nogil
-        void (*add_outer)(void *to, const void *a, int vectors, const char **rows, Py_ssize_t n_rows,
-                          Py_ssize_t width, Py_ssize_t keys, bint marked) noexcept nogil
+        void (*add_outer)(const at_sums *to, const at_outer_rows *parts, int n_parts, Py_ssize_t width, Py_ssize_t keys,
+                          bint marked) noexcept nogil
         void (*mark_zeros)(void *ds, int vectors, Py_ssize_t keys) noexcept nogil
-        void (*add_scaled)(char *row, Py_ssize_t stride, const void *sums, Py_ssize_t width, Py_ssize_t keys,
-                           double factor, int first) noexcept nogil
         int (*all_finite)(const char **rows, Py_ssize_t n_rows, Py_ssize_t width) noexcept nogil
         void (*add_row)(char *to, Py_ssize_t stride, const void *row, Py_ssize_t keys) noexcept nogil
         void (*add_distances)(double *sums, const void *ds, const void *position, Py_ssize_t n_rows, int vectors,

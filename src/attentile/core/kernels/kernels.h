@@ -116,6 +116,21 @@ typedef struct {
     void *lse, *share, *delta;
 } at_row_numbers;
 
+/* Rows that add_outer contracts: a[key][pitch] by rows[n_rows][width]; and the rows that the sums go to, `stride` bytes apart.
+ * first: they hold nothing yet. */
+typedef struct {
+    const void* a;
+    const char* const* rows;
+    ptrdiff_t n_rows, pitch;
+} at_outer_rows;
+
+typedef struct {
+    char* rows;
+    ptrdiff_t stride;
+    double factor;
+    int first;
+} at_sums;
+
 /* Candidates for the k largest weights of a row. As soon as they are more than `room`, all but k are given up, and from then
  * on only what is above the smallest of these is taken. A larger room means fewer sorts. */
 typedef struct {
@@ -253,8 +268,7 @@ typedef struct {
     void (*keep_top)(at_top* top, const void* row, ptrdiff_t n, ptrdiff_t first_key, void* scratch);
     void (*store_top)(at_top* top, void* values, ptrdiff_t* keys, void* scratch);
 
-    /* ---- The backward pass (backward.inc). S and dP lie as st does, sums over rows in sums[key][pitch] with pitch = width in
-     * whole vectors. ---- */
+    /* ---- The backward pass (backward.inc). S, P, dP and dS lie as st does. ---- */
 
     /* With p = exp2(st - lse[r]): st = P = p * share[r] and dp = dS = p * (dp * share[r] - delta[r]); 0 where st is -inf. */
     void (*weigh)(void* st, void* dp, const at_row_numbers* rows, int vectors, ptrdiff_t keys);
@@ -265,16 +279,13 @@ typedef struct {
     /* ds *= 1 - (capped / cap)^2, where ds is not 0. */
     void (*uncap)(void* ds, const void* capped, int vectors, ptrdiff_t keys, double cap);
 
-    /* to[j][e] += sum_r a[j][r] * rows[r][e]. marked: a product counts only if its factor in a is not 0 (slow). */
-    void (*add_outer)(void* to, const void* a, int vectors, const char* const* rows, ptrdiff_t n_rows, ptrdiff_t width,
-                      ptrdiff_t keys, int marked);
+    /* to[j][e] += factor * sum a[j][r] * rows[r][e] over the rows of all parts, one chain. marked: a product counts only if
+     * its factor in a is not 0 (slow). */
+    void (*add_outer)(const at_sums* to, const at_outer_rows* parts, int n_parts, ptrdiff_t width, ptrdiff_t keys,
+                      int marked);
 
     /* Each 0 of ds becomes -0.0, as values_marked takes it. */
     void (*mark_zeros)(void* ds, int vectors, ptrdiff_t keys);
-
-    /* The rows from `row` on += factor * sums[j]; first: they hold nothing yet. */
-    void (*add_scaled)(char* row, ptrdiff_t stride, const void* sums, ptrdiff_t width, ptrdiff_t keys, double factor,
-                       int first);
 
     /* 1 if no number of these rows is NaN or infinite. */
     int (*all_finite)(const char* const* rows, ptrdiff_t n_rows, ptrdiff_t width);
