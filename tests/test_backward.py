@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import FMA_HERE, two_fma_isas
 from helpers import normal, same_bits
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -24,6 +25,7 @@ from attentile import (
     rotary_embedding,
     t5_bias,
     t5_bias_backward,
+    use_backend,
 )
 from attentile.runtime import backend
 
@@ -333,6 +335,32 @@ def test_batch_padding_and_threads_change_no_bit(impl, kind):
         assert_same(impl, second[name], array[1:])
         assert_same(impl, behind[name][:, :, : array.shape[2]], array)
         assert not behind[name][:, :, array.shape[2] :].any()
+
+
+@two_fma_isas
+@pytest.mark.parametrize("kind", ["plain", "causal", "mask", "softcap", "sinks and slopes"])
+def test_fma_instruction_sets_agree(kind):
+    call = random_call(np.float32, 70, 530, 33, 20)
+    results = []
+    for isa in FMA_HERE:
+        with use_backend("compiled", isa):
+            results.append(found_by_name(*call, LONG[kind]))
+    for other in results[1:]:
+        for name, array in results[0].items():
+            same_bits(other[name], array)
+
+
+def test_a_head_alone(impl):
+    """Further heads beside it, and heads that share its key head, change no bit of its rows."""
+    dout, dlse, q, k, v = random_call(np.float32, 70, 530, 33, 20)
+    whole = found_by_name(dout, dlse, q, k, v, {"causal": "lower_right"})
+    rows, keys = slice(2, 4), slice(1, 2)
+    alone = found_by_name(dout[:, rows], dlse[:, rows], q[:, rows], k[:, keys], v[:, keys], {"causal": "lower_right"})
+    assert_same(impl, alone["q"], whole["q"][:, rows])
+    assert_same(impl, alone["k"], whole["k"][:, keys])
+    assert_same(impl, alone["v"], whole["v"][:, keys])
+    one = found_by_name(dout[:, :1], dlse[:, :1], q[:, :1], k[:, :1], v[:, :1], {"causal": "lower_right"})
+    assert_same(impl, one["q"], whole["q"][:, :1])
 
 
 def test_the_same_call_twice(impl):

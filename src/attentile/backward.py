@@ -301,10 +301,10 @@ def attention_backward(
     Notes
     -----
     Keys that are excluded, rows without any key, and padding have gradient 0 and change no other gradient, whatever
-    their places hold. With P = exp(scores - lse), where lse counts the sink, of each head::
+    their places hold. With E = exp(scores - lse) of each head, and r = 1 / (1 + exp(sink - lse)), or 1 without sinks::
 
-        dv = P^T dout        dS = P * (dout v^T - rowsum(dout * out)) + dlse * exp(scores - lse without sink)
-        dq = scale dS k      dk = scale dS^T q      dbias = dS      dalibi_slopes = -sum dS |distance|
+        dv = (E * r)^T dout      dS = E * (r * (dout v^T - rowsum(dout * out)) + dlse)
+        dq = scale dS k          dk = scale dS^T q      dbias = dS      dalibi_slopes = -sum dS |distance|
 
     and softcap's factor 1 - (score / softcap)^2 on dS for dq and dk. The memory beside the gradients is O(L + S).
     Formula: Dao et al., "FlashAttention", 2022, appendix B.4.

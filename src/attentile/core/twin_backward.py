@@ -3,11 +3,12 @@
 Block by block as in twin.py, with the names of the papers (Dao et al., "FlashAttention", 2022, appendix B.4): from
 O and lse of the forward pass and dO, the gradient of O,
 
-    P     = exp(S - lse)                  the weights; lse with the sink
+    E     = exp(S - lse)                  lse is without the sink, as attention() returns it
+    P     = E * share                     the weights; share = 1 / (1 + exp(sink - lse)) is what a sink leaves
     dV    = P^T dO
     dP    = dO V^T
     delta = rowsum(dO * O)
-    dS    = P * (dP - delta) + dlse * exp(S - lse)        here lse is without the sink, as it is returned
+    dS    = E * (share * (dP - delta) + dlse)
     dQ    = scale * dS K
     dK    = scale * dS^T Q
 
@@ -104,18 +105,23 @@ class _Gradients:
         """P and dS."""
         of, place = self.of, block.place
         given = self.given
-        lse, sink = cut(given.lse, place, 0)[..., None], of.sinks(place)
-        with_sink = lse if sink is None else np.logaddexp(lse.astype(np.float64), sink).astype(lse.dtype)
+        lse = cut(given.lse, place, 0)[..., None]
+        lse = np.where(np.isneginf(lse), np.inf, lse)  # without keys E is 0
         delta = np.add.reduce(dout * cut(given.out, place), axis=-1, keepdims=True)
         if self.wanted.delta is not None:
             cut(self.wanted.delta, place, 0)[...] = delta[..., 0]
-        p = _exponentials(block.scores, with_sink)
+        p = weights_of(block.scores - lse)
         ds = of.product(dout, of.by_key_head(self.v, place, block.keys).swapaxes(-1, -2))
         ds -= delta
-        ds *= p
+        sink = of.sinks(place)
+        share = None if sink is None else (1 / (1 + np.exp(sink - lse))).astype(lse.dtype)
+        if share is not None:
+            ds *= share
         if given.dlse is not None:
-            own = p if sink is None else _exponentials(block.scores, lse)
-            ds += cut(given.dlse, place, 0)[..., None] * own
+            ds += cut(given.dlse, place, 0)[..., None]
+        ds *= p
+        if share is not None:
+            p *= share
         _clear(block, p, ds)
         return p, ds
 
@@ -135,11 +141,6 @@ class _Gradients:
             return rows
         *items, heads, count, n = rows.shape
         return rows.reshape(*items, heads // self.of.group, self.of.group * count, n)
-
-
-def _exponentials(scores: Array, lse: Array) -> Array:
-    """exp(scores - lse); 0 in rows without keys."""
-    return weights_of(scores - np.where(np.isneginf(lse), np.inf, lse))
 
 
 def _clear(block: _Block, *arrays: Array) -> None:
