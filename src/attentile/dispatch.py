@@ -47,6 +47,5 @@ def backward(scores: Scores, v: Array, given: Any, wanted: Any, threads: int) ->
         v = scores.without_values(v)
         column = np.zeros((*scores.shape[:-1], 1), scores.compute)
         given, wanted = given._replace(dout=column, out=column), wanted._replace(dv=None)
-    core = chosen(scores)
-    compute = getattr(core, "backward", twin_backward.backward)
-    compute(scores, v, given, wanted, threads)
+    core = backend.active
+    (twin_backward if core is None else core).backward(scores, v, given, wanted, threads)

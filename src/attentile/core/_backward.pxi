@@ -15,8 +15,8 @@
 #
 # The tasks of a head share its dk and dv, and with a bias that is repeated all tasks share its gradient. Each element has
 # one order of additions all the same: task after task. So a task that has finished a cell waits until the one before it has
-# passed this chunk of keys. Tasks are handed out in order and start at the first chunk, so each follows a cell behind
-# the one before, and hardly ever waits.
+# passed this chunk of keys. Tasks are handed out in order and start at the first chunk, so each follows a cell behind the
+# one before, and hardly ever waits.
 #
 # Order of operations: kernels/kernels.h, BACKWARD. Included by _core.pyx after _pass.pxi.
 
@@ -34,7 +34,8 @@ cdef struct Backward:
     double *dslopes                             # [query head], NULL: not wanted
     double scale
     Py_ssize_t row_chunks, tasks_per_unit       # of a query head; of a unit = (batch, key head)
-    bint in_turn                                # all units add to the same elements of dbias
+    bint in_turn                                # all tasks add to the same elements of dbias,
+    bint by_row                                 #   or to those of a row when they end: it has one number for all keys
     int64_t *passed                             # [task] chunks of keys that it has passed
     double *distances                           # [task] of dslopes
     char *sums                                  # [unit % n_sums] dk and dv in the type of the tiles, if stored otherwise
@@ -54,6 +55,7 @@ cdef struct RowGradients:
     char *ds                                    # [AT_CHUNK][pitch] dP, then dS
     Py_ssize_t start, stop                      # the keys of the chunk that they are about
     bint excludes                               # some of these pairs may be excluded
+    double bias_sums[AT_MAX_ROWS]               # of dS, for a bias that has one number for all keys
 
 # What a task has beside Shared, and the cell that it is at.
 cdef struct Cell:
@@ -177,6 +179,7 @@ cdef void open_row_gradients(const Backward *back, const Cell *cell, RowGradient
     block.numbers.share = take(&free_bytes, rows.pitch * item)
     block.numbers.delta = take(&free_bytes, rows.pitch * item)
     block.first = True
+    memset(block.bias_sums, 0, sizeof(block.bias_sums))
     point_rows(job, block.dout_rows, &back.dout, cell.b, cell.head, i, n)
     point_rows(job, out_rows, &back.out, cell.b, cell.head, i, n)
     memcpy(block.q_rows, rows.q_rows, n * sizeof(char *))
@@ -251,8 +254,23 @@ cdef void add_score_gradients(const Backward *back, Cell *cell, RowGradients *bl
             lines[r] = cell.line + r * AT_CHUNK * item
         job.tiles.unpack(lines, ds, cell.ones, rows.n_rows, rows.vectors, n)
         for r in range(rows.n_rows):
-            job.tiles.add_row(at(&back.dbias, cell.b, cell.head, i + r) + key * back.dbias.column, back.dbias.column,
-                              lines[r], n)
+            if back.by_row:
+                block.bias_sums[r] += job.tiles.few_total(lines[r], n)
+            else:
+                job.tiles.add_row(at(&back.dbias, cell.b, cell.head, i + r) + key * back.dbias.column,
+                                  back.dbias.column, lines[r], n)
+
+
+cdef void add_bias_sums(const Backward *back, const Cell *cell) noexcept nogil:
+    """Those of the rows of a task, after the tasks before."""
+    cdef Py_ssize_t item = <Py_ssize_t> back.job.tiles.itemsize, x, r
+    cdef char *to
+    if cell.task > 0:
+        at_await(&back.passed[cell.task - 1], PASSED_ALL)
+    for x in range(cell.n_blocks):
+        for r in range(cell.blocks[x].rows.n_rows):
+            to = at(&back.dbias, cell.b, cell.head, cell.i + x * back.job.block_rows + r)
+            set_real(to, item, real_at(to, item) + cell.blocks[x].bias_sums[r])
 
 
 cdef bint is_careful(const Backward *back, const Cell *cell) noexcept nogil:
@@ -402,7 +420,8 @@ cdef void open_blocks(const Backward *back, Cell *cell, char *free_bytes) noexce
     cdef RowGradients *block
     cdef char *block_bytes
     cdef Py_ssize_t i = cell.i
-    cell.n_blocks, cell.lo, cell.hi = 0, job.keys, 0
+    cell.n_blocks = 0
+    cell.lo, cell.hi = job.keys, 0
     while i < min(cell.i + AT_ROW_CHUNK, job.queries):
         block_bytes = free_bytes + cell.n_blocks * back.block_bytes
         block = <RowGradients *> take(&block_bytes, sizeof(RowGradients))
@@ -424,7 +443,8 @@ cdef void backward_task(void *back_pointer, Py_ssize_t index, int slot) noexcept
     shared.n_ahead = 0
     if job.softcap != 0:
         shared.capped = take(&free_bytes, AT_CHUNK * largest_pitch(job) * <Py_ssize_t> job.tiles.itemsize)
-    cell.task, cell.unit, cell.place = index, index // back.tasks_per_unit, index % back.tasks_per_unit
+    cell.task = index
+    cell.unit, cell.place = index // back.tasks_per_unit, index % back.tasks_per_unit
     cell.b, cell.kv_head = cell.unit // job.kv_heads, cell.unit % job.kv_heads
     cell.head = cell.kv_head * job.group + cell.place // back.row_chunks
     cell.i = cell.place % back.row_chunks * AT_ROW_CHUNK
@@ -434,6 +454,8 @@ cdef void backward_task(void *back_pointer, Py_ssize_t index, int slot) noexcept
     open_blocks(back, cell, free_bytes)
     for cell.c in range(chunks_before(job.keys)):
         pass_chunk(back, cell, shared)
+    if back.by_row:
+        add_bias_sums(back, cell)
     at_pass(&back.passed[index], PASSED_ALL)
     for x in range(cell.n_blocks):
         store_dq(back, cell, shared, cell.blocks[x], cell.i + x * job.block_rows)
@@ -453,8 +475,10 @@ cdef void divide_backward(Backward *back) noexcept nogil:
     job.blocks_per_task = AT_ROW_CHUNK // job.block_rows
     job.k_apart = lie_apart(job, &job.k, job.width, job.k_format)
     job.v_apart = lie_apart(job, &job.v, job.value_width, job.v_format)
-    back.in_turn = bias.data != NULL and ((bias.row == 0 and job.queries > 1) or (bias.batch == 0 and job.batch > 1)
-                                          or (bias.head == 0 and job.kv_heads * job.group > 1))
+    back.by_row = bias.data != NULL and bias.column == 0
+    back.in_turn = not back.by_row and bias.data != NULL and (
+        (bias.row == 0 and job.queries > 1) or (bias.batch == 0 and job.batch > 1)
+        or (bias.head == 0 and job.kv_heads * job.group > 1))
 
 
 cdef int run_backward(void *back_pointer, int threads) except -1 nogil:

@@ -26,11 +26,11 @@ from libc.string cimport memcpy, memset
 
 from ._kernels cimport (AT_ALIGN, AT_ALTERNATING, AT_ANGLE_BLOCK, AT_APART, AT_BF16, AT_CHUNK, AT_F16, AT_F32, AT_F64,
                         AT_FEW_KEYS, AT_MAX_ROWS, AT_MIN_POWER_F32, AT_MIN_POWER_F64, AT_PANEL, AT_PEAK_FMAS,
-                        AT_ROTATION, AT_ROW_CHUNK, AT_SIZE_OF, AT_STRIP_PAIRS, AT_TOP_SCRATCH, AT_WORD, LN2, LOG2E, at_ahead,
-                        at_angles, at_exp2, at_float_of_bf16, at_float_of_f16, at_guard_enter, at_guard_leave,
-                        at_await, at_idle_like, at_isa, at_isa_at, at_isa_count, at_isa_supported, at_log2, at_mask_run,
-                        at_mask_words, at_pass, at_pool_run, at_pool_workers, at_rotary_rows, at_outer_rows, at_row_numbers, at_sums, at_scratch, at_tiles, at_top,
-                        at_value_rows)
+                        AT_ROTATION, AT_ROW_CHUNK, AT_SIZE_OF, AT_STRIP_PAIRS, AT_TOP_SCRATCH, AT_WORD, LN2, LOG2E,
+                        at_ahead, at_angles, at_await, at_exp2, at_float_of_bf16, at_float_of_f16, at_guard_enter,
+                        at_guard_leave, at_idle_like, at_isa, at_isa_at, at_isa_count, at_isa_supported, at_log2,
+                        at_mask_run, at_mask_words, at_outer_rows, at_pass, at_pool_run, at_pool_workers,
+                        at_rotary_rows, at_row_numbers, at_scratch, at_sums, at_tiles, at_top, at_value_rows)
 
 import numpy
 

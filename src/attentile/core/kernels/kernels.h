@@ -290,7 +290,7 @@ typedef struct {
     /* 1 if no number of these rows is NaN or infinite. */
     int (*all_finite)(const char* const* rows, ptrdiff_t n_rows, ptrdiff_t width);
 
-    /* The elements from `to` on += row[j]; with stride 0 their sum goes to one. */
+    /* The elements from `to` on, `stride` bytes apart, += row[j]. */
     void (*add_row)(char* to, ptrdiff_t stride, const void* row, ptrdiff_t keys);
 
     /* sums[r] += sum_j ds[j][r] * |position[r] - j|. */
@@ -374,7 +374,8 @@ at_tiles at_idle_like(const at_tiles* tiles);
 /* pool.c. task(job, index, slot): index < tasks, slot < threads names the scratch of the running thread. */
 typedef void (*at_task)(void* job, ptrdiff_t index, int slot);
 void at_pool_run(at_task task, void* job, ptrdiff_t tasks, int threads);
-void at_pass(int64_t* passed, int64_t place); /* from a task, to others of its job: it has come so far, and what it wrote */
+void at_pass(int64_t* passed,
+             int64_t place); /* from a task, to others of its job: it has come so far, and what it wrote */
 void at_await(const int64_t* passed, int64_t place); /* until a task with a lower index has */
 AT_EXPORTED int at_pool_workers(void); /* threads started so far; found by this name in the loaded library */
 void* at_scratch(size_t bytes);        /* this thread's scratch, AT_ALIGN aligned, kept; NULL: no memory */

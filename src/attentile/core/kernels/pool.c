@@ -210,7 +210,9 @@ void at_pool_run(at_task task, void* job, ptrdiff_t tasks, int threads) {
 }
 
 /* Tasks are handed out in their order, so of those that run the first one waits for none that is not running. */
-void at_pass(int64_t* passed, int64_t place) { atomic_store_explicit((_Atomic int64_t*)passed, place, memory_order_release); }
+void at_pass(int64_t* passed, int64_t place) {
+    atomic_store_explicit((_Atomic int64_t*)passed, place, memory_order_release);
+}
 
 void at_await(const int64_t* passed, int64_t place) {
     for (int round = 0; atomic_load_explicit((const _Atomic int64_t*)passed, memory_order_acquire) < place; round++)
