@@ -62,6 +62,22 @@ def test_16_bits_are_computed_in_float32_and_rounded_once(impl, name):
         assert_allclose(getattr(near, "d" + some).astype(np.float32), array, rtol=0, atol=limit)
 
 
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_16_bits_of_many_heads_on_many_threads(isa, name):
+    """Each head's sums have a place of their own until they are rounded."""
+    dtype = dtype_of(name)
+    random = np.random.default_rng(3)
+    q, k, v, dout = (random.standard_normal((7, 3, 250, 16)).astype(dtype) for _ in range(4))
+    wide = [x.astype(np.float32) for x in (q, k, v)]
+    _, vjp = attention_vjp(*wide, causal=True)
+    expected = [x.astype(dtype) for x in vjp(dout.astype(np.float32))[:3]]
+    for threads in (1, 2, 5):
+        _, vjp = attention_vjp(q, k, v, causal=True, num_threads=threads)
+        for found, exact in zip(vjp(dout)[:3], expected, strict=True):
+            assert found.dtype == dtype
+            same_bits(found.view(np.uint16), exact.view(np.uint16))
+
+
 def test_bits_of_bfloat16(impl):
     bfloat16 = dtype_of("bfloat16")
     q, k, v, bias, dout = (x.astype(bfloat16) for x in (Q, K, V, BIAS, DOUT))

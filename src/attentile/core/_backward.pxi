@@ -15,12 +15,14 @@
 #
 # The tasks of a head share its dk and dv, and with a bias that is repeated all tasks share its gradient. Each element has
 # one order of additions all the same: task after task. So a task that has finished a cell waits until the one before it has
-# passed this chunk of keys. Tasks are handed out in order and start at the first chunk, so each follows a cell behind the
-# one before, and hardly ever waits.
+# passed this chunk of keys. Tasks start at the first chunk, so each follows a cell behind the one before; and some heads
+# are at work at once where there are several. So threads hardly ever wait. Tasks are handed out in an order in which
+# none comes before one that it waits for.
 #
 # Order of operations: kernels/kernels.h, BACKWARD. Included by _core.pyx after _pass.pxi.
 
 cdef enum:
+    UNITS_PER_THREAD = 2                        # at work at once, if there are so many
     MAX_BACKWARD_BLOCKS = 32                    # of a task: AT_ROW_CHUNK / rows of the smallest block of any ISA
 
 cdef int64_t PASSED_ALL = 1 << 62               # chunks, of a task that has ended
@@ -34,10 +36,11 @@ cdef struct Backward:
     double *dslopes                             # [query head], NULL: not wanted
     double scale
     Py_ssize_t row_chunks, tasks_per_unit       # of a query head; of a unit = (batch, key head)
+    Py_ssize_t together                         # units that are at work at once
     bint in_turn                                # all tasks add to the same elements of dbias,
     bint by_row                                 #   or to those of a row when they end: it has one number for all keys
-    int64_t *passed                             # [task] chunks of keys that it has passed
-    double *distances                           # [task] of dslopes
+    int64_t *passed                             # [unit][task of it] chunks of keys that it has passed
+    double *distances                           # likewise: its part of dslopes
     char *sums                                  # [unit % n_sums] dk and dv in the type of the tiles, if stored otherwise
     Py_ssize_t n_sums, sums_bytes, block_bytes
 
@@ -59,7 +62,7 @@ cdef struct RowGradients:
 
 # What a task has beside Shared, and the cell that it is at.
 cdef struct Cell:
-    Py_ssize_t task, unit, place                # place: of the task in its unit
+    Py_ssize_t unit, place, task                # place: of the task in its unit; task: counted from unit to unit
     Py_ssize_t b, kv_head, head, i              # head: query head; i: first query
     RowGradients *blocks[MAX_BACKWARD_BLOCKS]
     Py_ssize_t n_blocks, lo, hi                 # keys that some row of them sees
@@ -433,6 +436,16 @@ cdef void open_blocks(const Backward *back, Cell *cell, char *free_bytes) noexce
         i += job.block_rows
 
 
+cdef inline void place_task(const Backward *back, Cell *cell, Py_ssize_t index) noexcept nogil:
+    """The task with this index: the first ones of some units, then their second ones, and so on; then more units."""
+    cdef Py_ssize_t first = index // (back.together * back.tasks_per_unit) * back.together
+    cdef Py_ssize_t units = min(back.together, back.job.batch * back.job.kv_heads - first)
+    index -= first * back.tasks_per_unit
+    cell.place = index // units
+    cell.unit = first + index % units
+    cell.task = cell.unit * back.tasks_per_unit + cell.place
+
+
 cdef void backward_task(void *back_pointer, Py_ssize_t index, int slot) noexcept nogil:
     cdef const Backward *back = <const Backward *> back_pointer
     cdef const Job *job = back.job
@@ -443,8 +456,7 @@ cdef void backward_task(void *back_pointer, Py_ssize_t index, int slot) noexcept
     shared.n_ahead = 0
     if job.softcap != 0:
         shared.capped = take(&free_bytes, AT_CHUNK * largest_pitch(job) * <Py_ssize_t> job.tiles.itemsize)
-    cell.task = index
-    cell.unit, cell.place = index // back.tasks_per_unit, index % back.tasks_per_unit
+    place_task(back, cell, index)
     cell.b, cell.kv_head = cell.unit // job.kv_heads, cell.unit % job.kv_heads
     cell.head = cell.kv_head * job.group + cell.place // back.row_chunks
     cell.i = cell.place % back.row_chunks * AT_ROW_CHUNK
@@ -456,16 +468,17 @@ cdef void backward_task(void *back_pointer, Py_ssize_t index, int slot) noexcept
         pass_chunk(back, cell, shared)
     if back.by_row:
         add_bias_sums(back, cell)
-    at_pass(&back.passed[index], PASSED_ALL)
+    at_pass(&back.passed[cell.task], PASSED_ALL)
     for x in range(cell.n_blocks):
         store_dq(back, cell, shared, cell.blocks[x], cell.i + x * job.block_rows)
-    back.distances[index] = cell.distances
+    back.distances[cell.task] = cell.distances
 
 
 # ---------------------------------------------------------------------------------------------------------------
 # The run
 # ---------------------------------------------------------------------------------------------------------------
-cdef void divide_backward(Backward *back) noexcept nogil:
+cdef int divide_backward(Backward *back, int threads) noexcept nogil:
+    """Sets the tasks and returns the number of threads that work."""
     cdef Job *job = back.job
     cdef const Strided *bias = &back.dbias
     back.row_chunks = (job.queries + AT_ROW_CHUNK - 1) // AT_ROW_CHUNK
@@ -479,6 +492,11 @@ cdef void divide_backward(Backward *back) noexcept nogil:
     back.in_turn = not back.by_row and bias.data != NULL and (
         (bias.row == 0 and job.queries > 1) or (bias.batch == 0 and job.batch > 1)
         or (bias.head == 0 and job.kv_heads * job.group > 1))
+    threads = 1 if is_small(job) else <int> min(<Py_ssize_t> threads, job.tasks)
+    back.together = 1
+    if threads > 1 and not back.in_turn and not back.by_row:
+        back.together = min(<Py_ssize_t> UNITS_PER_THREAD * threads, job.batch * job.kv_heads)
+    return threads
 
 
 cdef int run_backward(void *back_pointer, int threads) except -1 nogil:
@@ -486,12 +504,11 @@ cdef int run_backward(void *back_pointer, int threads) except -1 nogil:
     cdef Backward *back = <Backward *> back_pointer
     cdef Job *job = back.job
     cdef Py_ssize_t x, nbytes, item = <Py_ssize_t> job.tiles.itemsize, head
-    divide_backward(back)
-    threads = 1 if is_small(job) else <int> min(<Py_ssize_t> threads, job.tasks)
+    threads = divide_backward(back, threads)
     size_scratch(job)
     back.block_bytes = row_gradient_bytes(back)
     job.scratch_per_slot += cell_bytes(back) + job.blocks_per_task * (back.block_bytes - job.block_bytes)
-    back.n_sums = min(<Py_ssize_t> threads, job.batch * job.kv_heads)
+    back.n_sums = min(2 * max(back.together, <Py_ssize_t> threads), job.batch * job.kv_heads)
     back.sums_bytes = 0
     if is_summed_apart(job, &back.dk, back.dk_format) or is_summed_apart(job, &back.dv, back.dv_format):
         back.sums_bytes = aligned(job.keys * job.width * item) + aligned(job.keys * job.value_width * item)
