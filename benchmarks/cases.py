@@ -31,6 +31,7 @@ class Case:
 
     `peak` multiplies the queries. At 32 the scores spread as with scale=4, and a row's weight lies on a few keys, as it
     does in trained models. `alibi` lets the scores of a causal case fall with the distance (Press et al., 2022).
+    `train`: the output, and then the gradients of query, key and value from that of the output.
     """
 
     name: str
@@ -48,19 +49,20 @@ class Case:
     softcap: float | None = None
     peak: float = 1
     alibi: bool = False
+    train: bool = False
 
     @property
     def flops(self) -> float:
         """Floating-point operations of the useful work: two products of 2·D for each pair of a query and a visible key.
 
-        A causal case has half of the pairs.
+        A causal case has half of the pairs. Gradients take five products more.
         """
         pairs = self.L * self.S / (self.segments or 1)
         if self.window:  # the first rows see fewer keys
             pairs = self.window * self.L - self.window * (self.window - 1) / 2
         elif self.causal:
             pairs /= 2
-        return 4.0 * self.B * self.Hq * self.D * pairs
+        return (14.0 if self.train else 4.0) * self.B * self.Hq * self.D * pairs
 
     @property
     def description(self) -> str:
@@ -77,6 +79,7 @@ class Case:
         extras += [f"softcap {self.softcap:g}"] if self.softcap else []
         extras += [f"queries × {self.peak:g}"] if self.peak != 1 else []
         extras += ["ALiBi"] if self.alibi else []
+        extras += ["and gradients"] if self.train else []
         return ", ".join([f"{batch}{heads}", f"{self.L} × {self.S}", f"width {self.D}", *extras])
 
     def shortened(self, length: int) -> "Case":
@@ -114,6 +117,11 @@ CASES = (
     Case("dec-bf16",    1, 32,  8,    1, 4096, 128, "bfloat16", False, None),
     Case("dec-b16",    16, 12, 12,    1,  512,  64, "float32",  False, None),
     Case("dec-peaked",  1,  8,  8,    1, 4096,  64, "float32",  False, None, peak=32.0),
+    Case("bert128-bwd",  1, 12, 12,  128,  128,  64, "float32",  False, None, train=True),
+    Case("bert512-bwd",  1, 12, 12,  512,  512,  64, "float32",  False, None, train=True),
+    Case("gpt2-1k-bwd",  1, 12, 12, 1024, 1024,  64, "float32",  True,  None, train=True),
+    Case("llama-2k-bwd", 1, 32,  8, 2048, 2048, 128, "float32",  True,  None, train=True),
+    Case("fp64-512-bwd", 1,  8,  8,  512,  512,  64, "float64",  False, None, train=True),
     Case("tiny-seed",   1,  1,  1,    5,    5,  64, "float64",  False, None),
     Case("tiny-32",     1,  4,  4,   32,   32,  32, "float32",  False, None),
 )
@@ -146,7 +154,7 @@ class Inputs:
     """The arrays of a case, at most one of `mask` (boolean, True = may attend) and `bias` (added to the scores) set.
 
     `segments` is the number of its document for each token. `slopes`, one per head, are for a library that knows ALiBi:
-    what the bias says, which holds the causal order then, too.
+    what the bias says, which holds the causal order then, too. `gradient` is that of the output, in cases that train.
     """
 
     query: np.ndarray
@@ -159,6 +167,7 @@ class Inputs:
     segments: np.ndarray | None = None
     softcap: float | None = None
     slopes: np.ndarray | None = None
+    gradient: np.ndarray | None = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -202,7 +211,8 @@ def make_inputs(case: Case, seed: int = SEED) -> Inputs:
         distance = np.arange(case.L)[:, None] - np.arange(case.S)
         bias = np.where(distance < 0, -np.inf, -slopes[:, None, None] * distance)[None].astype(dtype)
     segments = np.arange(case.S) * case.segments // case.S if case.segments else None
-    return Inputs(query, key, value, mask, bias, case.causal, case.window, segments, case.softcap, slopes)
+    gradient = random.standard_normal(query.shape).astype(dtype) if case.train else None
+    return Inputs(query, key, value, mask, bias, case.causal, case.window, segments, case.softcap, slopes, gradient)
 
 
 def plain_attention(inputs: Inputs, dtype: str = "float64", rows: np.ndarray | None = None) -> np.ndarray:
@@ -240,9 +250,39 @@ def plain_attention(inputs: Inputs, dtype: str = "float64", rows: np.ndarray | N
     return out
 
 
+def joined(*parts: np.ndarray) -> np.ndarray:
+    """Output and gradients, which are of about the same size, as one row of numbers."""
+    return np.concatenate([np.ravel(part) for part in parts])
+
+
+def plain_gradients(inputs: Inputs, dtype: str) -> np.ndarray:
+    """The output and the gradients of query, key and value by the formula in this dtype, head by head, joined."""
+    query, key, value, gradient = (
+        array.astype(dtype) for array in (inputs.query, inputs.key, inputs.value, inputs.gradient)
+    )
+    found = [np.zeros_like(array) for array in (gradient, query, key, value)]
+    out, dquery, dkey, dvalue = found
+    group, scale = query.shape[1] // key.shape[1], query.dtype.type(query.shape[-1] ** -0.5)
+    visible = inputs.visible()
+    for b, h in np.ndindex(query.shape[:2]):
+        one = b, h // group
+        scores = query[b, h] @ key[one].T * scale
+        if visible is not None:
+            scores[~np.broadcast_to(visible, (*query.shape[:2], *scores.shape))[b, h]] = -np.inf
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        out[b, h] = weights @ value[one]
+        delta = (gradient[b, h] * out[b, h]).sum(axis=-1, keepdims=True)
+        dscores = weights * (gradient[b, h] @ value[one].T - delta) * scale
+        dquery[b, h] = dscores @ key[one]
+        dkey[one] += dscores.T @ query[b, h]
+        dvalue[one] += weights.T @ gradient[b, h]
+    return joined(*found)
+
+
 def checked_rows(case: Case) -> np.ndarray | None:
     """The rows of a large case that are checked, boolean of length L: one at random of each 16. None is all rows."""
-    if case.B * case.Hq * case.L * case.S <= CHECKED_PAIRS:
+    if case.train or case.B * case.Hq * case.L * case.S <= CHECKED_PAIRS:
         return None
     firsts = np.arange(0, case.L, 16)
     rows = np.zeros(case.L, bool)
@@ -274,10 +314,13 @@ class Judge:
 
     @classmethod
     def of_case(cls, case: Case, inputs: Inputs) -> "Judge":
-        """The judge of an attention case, from `plain_attention`."""
+        """The judge of an attention case, from `plain_attention` or `plain_gradients`."""
         rounded_dtype = "float32" if case.dtype == "float64" else case.dtype
         rows = checked_rows(case)
-        exact, rounded = (plain_attention(inputs, dtype, rows) for dtype in ("float64", rounded_dtype))
+        if case.train:
+            exact, rounded = (plain_gradients(inputs, dtype) for dtype in ("float64", rounded_dtype))
+        else:
+            exact, rounded = (plain_attention(inputs, dtype, rows) for dtype in ("float64", rounded_dtype))
         return replace(cls.from_rounding(exact, rounded, rounded_dtype, case.dtype), rows=rows)
 
     def error(self, result: np.ndarray) -> float:

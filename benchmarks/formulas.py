@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from attentile.formulas import attention, multi_head_attention, self_attention
+from attentile.formulas import attention, grouped_product, multi_head_attention, self_attention, softmax
 
 __all__ = [
     "attention",
+    "attention_and_gradients",
     "causal_attention",
     "decode_step",
     "in_float32",
@@ -33,6 +34,28 @@ def in_float32(formula: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
 def causal_attention(Q: np.ndarray, K: np.ndarray, V: np.ndarray, d_k: float) -> tuple[np.ndarray, np.ndarray]:
     """Each row sees the keys up to its own."""
     return self_attention(Q, K, V, d_k, np.tri(len(Q)))
+
+
+def attention_and_gradients(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray, mask: np.ndarray | None = None
+) -> tuple[np.ndarray, ...]:
+    """The output and the gradients of q, k and v; a score is -1e9 where mask is False."""
+    scale = np.float32(q.shape[-1] ** -0.5) if q.dtype == np.float32 else q.shape[-1] ** -0.5
+    scores = grouped_product(q, k.swapaxes(-1, -2)) * scale
+    if mask is not None:
+        scores = np.where(mask, scores, scores.dtype.type(-1e9))
+    weights = softmax(scores)
+    out = grouped_product(weights, v)
+    dweights = grouped_product(dout, v.swapaxes(-1, -2))
+    dscores = weights * (dweights - (dout * out).sum(axis=-1, keepdims=True)) * scale
+    dk, dv = transposed_product(dscores, q, k.shape[1]), transposed_product(weights, dout, k.shape[1])
+    return out, grouped_product(dscores, k), dk, dv
+
+
+def transposed_product(weights: np.ndarray, rows: np.ndarray, heads: int) -> np.ndarray:
+    """weights^T @ rows, summed over the query heads that share one of so many key heads."""
+    by_key_head = [array.reshape(len(array), heads, -1, array.shape[-1]) for array in (weights, rows)]
+    return by_key_head[0].swapaxes(-1, -2) @ by_key_head[1]
 
 
 def decode_step(

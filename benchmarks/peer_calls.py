@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from cases import Case, Inputs, numpy_dtype
+from cases import Case, Inputs, joined, numpy_dtype
 
 
 class Unsupported(Exception):
@@ -279,6 +279,70 @@ def prepare_openvino(case: Case, inputs: Inputs, threads: int) -> Call:
     return Call(lambda: request.infer(share_outputs=True), to_numpy, keep=arrays)
 
 
+# --- gradients ------------------------------------------------------------------------------------------------------
+
+
+def gradients_of_ours(case: Case, inputs: Inputs, threads: int) -> Call:
+    """attentile.attention_vjp, forward and backward."""
+    import attentile
+
+    arrays = inputs.query, inputs.key, inputs.value
+
+    def run() -> tuple[np.ndarray, ...]:
+        out, vjp = attentile.attention_vjp(*arrays, num_threads=threads, **inputs.options)
+        return out, *vjp(inputs.gradient)[:3]
+
+    return Call(run, lambda parts: joined(*parts), details=f"isa {attentile.show_config(as_dict=True)['isa']}")
+
+
+def gradients_of_torch(case: Case, inputs: Inputs, threads: int) -> Call:
+    """scaled_dot_product_attention under autograd."""
+    import torch
+
+    arrays = inputs.query, inputs.key, inputs.value, inputs.gradient
+    query, key, value, gradient = torch_tensors(case, threads, *arrays)
+    torch.set_grad_enabled(True)
+    leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def run() -> tuple[Any, ...]:
+        out = attention(*leaves, is_causal=inputs.causal, enable_gqa=case.Hq != case.Hkv)
+        return out.detach(), *torch.autograd.grad(out, leaves, gradient)
+
+    return Call(run, lambda parts: joined(*(part.numpy() for part in parts)))
+
+
+def gradients_of_jax(case: Case, inputs: Inputs, threads: int) -> Call:
+    """jax.vjp of jax.nn.dot_product_attention, compiled with the forward pass."""
+    import jax
+
+    jax.config.update("jax_enable_x64", True)
+    arrays = inputs.query, inputs.key, inputs.value, inputs.gradient
+    query, key, value, gradient = (jax.numpy.asarray(heads_last(array)) for array in arrays)
+
+    def attention(query: Any, key: Any, value: Any) -> Any:
+        return jax.nn.dot_product_attention(query, key, value, is_causal=inputs.causal)
+
+    @jax.jit
+    def both(query: Any, key: Any, value: Any, gradient: Any) -> tuple[Any, ...]:
+        out, backward = jax.vjp(attention, query, key, value)
+        return out, *backward(gradient)
+
+    def run() -> Any:
+        return jax.block_until_ready(both(query, key, value, gradient))
+
+    return Call(run, lambda parts: joined(*(heads_last(np.asarray(part)) for part in parts)))
+
+
+def gradients_of_numpy(case: Case, inputs: Inputs, threads: int) -> Call:
+    """The formula as people write it, which stores the weights for the way back."""
+    from formulas import attention_and_gradients
+
+    arrays = inputs.query, inputs.key, inputs.value, inputs.gradient
+    visible = inputs.visible()
+    return Call(lambda: attention_and_gradients(*arrays, visible), lambda parts: joined(*parts))
+
+
 # --- ONNX Runtime ---------------------------------------------------------------------------------------------------
 
 
@@ -406,18 +470,27 @@ class Candidate:
     package: str
     prepare: Callable[[Case, Inputs, int], Call]
     colour: str  # in the plot; by Okabe and Ito, told apart with any colour vision
+    prepare_gradients: Callable[[Case, Inputs, int], Call] | None = None
+
+    def call(self, case: Case, inputs: Inputs, threads: int) -> Call:
+        """What is timed."""
+        if not case.train:
+            return self.prepare(case, inputs, threads)
+        if self.prepare_gradients is None:
+            raise Unsupported("no gradients")
+        return self.prepare_gradients(case, inputs, threads)
 
 
 OURS, OURS_TOO = "ours", "cache"
 CANDIDATES = {
-    OURS: Candidate("attentile", "attentile", prepare_ours, "#222222"),
+    OURS: Candidate("attentile", "attentile", prepare_ours, "#222222", gradients_of_ours),
     OURS_TOO: Candidate("attentile, KVCache", "attentile", prepare_cache, "#777777"),
-    "torch": Candidate("PyTorch", "torch", prepare_torch, "#D55E00"),
+    "torch": Candidate("PyTorch", "torch", prepare_torch, "#D55E00", gradients_of_torch),
     "flex": Candidate("PyTorch, flex_attention", "torch", prepare_flex, "#F0A88C"),
     "ort": Candidate("ONNX Runtime, Attention", "onnxruntime", prepare_onnxruntime, "#0072B2"),
     "ort-mha": Candidate("ONNX Runtime, MultiHeadAttention", "onnxruntime", prepare_multi_head, "#56B4E9"),
     "ort-gqa": Candidate("ONNX Runtime, GroupQueryAttention", "onnxruntime", prepare_grouped_query, "#9AD1F0"),
     "openvino": Candidate("OpenVINO", "openvino", prepare_openvino, "#CC79A7"),
-    "jax": Candidate("JAX", "jax", prepare_jax, "#009E73"),
-    "numpy": Candidate("NumPy", "numpy", prepare_numpy, "#E69F00"),
+    "jax": Candidate("JAX", "jax", prepare_jax, "#009E73", gradients_of_jax),
+    "numpy": Candidate("NumPy", "numpy", prepare_numpy, "#E69F00", gradients_of_numpy),
 }

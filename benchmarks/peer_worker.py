@@ -40,7 +40,7 @@ def seconds_per_call(run: Callable[[], Any], milliseconds: float) -> float:
 def prepare_and_check(name: str, case_name: str, threads: int, judge_file: str) -> tuple[Call, dict[str, Any]]:
     """The call of a candidate and its first answer to `peers.py`: how far its result is from the exact one."""
     case = find_cases(case_name)[0]
-    call = CANDIDATES[name].prepare(case, make_inputs(case), threads)
+    call = CANDIDATES[name].call(case, make_inputs(case), threads)
     with np.load(judge_file) as saved:
         judge = Judge(saved["exact"], float(saved["allowed"]), saved.get("rows"))
     call.run()

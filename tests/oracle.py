@@ -148,15 +148,26 @@ def oracle(
     return Expected(out, lse, weights, largest)
 
 
-def same_formula(
-    q: Array, k: Array, v: Array, allowed: Array, *, bias: Any = None, scale: float | None = None, **options: Any
-) -> Array:
-    """The plain formula in the dtype of the inputs: the yardstick for the tolerance."""
-    group, dtype, lead = q.shape[-3] // k.shape[-3], q.dtype, q.shape[:-3]
-    k, v = np.repeat(k, group, axis=-3), np.repeat(v, group, axis=-3)
+@dataclass
+class Matrices:
+    """The matrices of the plain formula (..., Hq, L, S), and what a row is divided by (..., Hq, L, 1)."""
+
+    capped: Array  # scores after softcap
+    exponentials: Array  # of the final scores minus the row's largest
+    total: Array  # their sum, 1 in rows without keys
+    total_with_sink: Array
+    distance: Array | None  # of ALiBi
+
+
+def matrices(
+    q: Array, k: Array, allowed: Array, *, bias: Any = None, scale: float | None = None, **options: Any
+) -> Matrices:
+    """Those of q and k with one head for each query head, in their dtype."""
+    dtype, lead, distance = q.dtype, q.shape[:-3], None
     s = (q @ np.swapaxes(k, -1, -2)) * dtype.type(1 / np.sqrt(q.shape[-1]) if scale is None else scale)
     if options.get("softcap"):
         s = (options["softcap"] * np.tanh(s / options["softcap"])).astype(dtype)
+    capped = s
     if bias is not None:
         s = s + np.where(np.isinf(bias), 0, bias).astype(dtype)
     if options.get("alibi_slopes") is not None:
@@ -167,10 +178,58 @@ def same_formula(
     top = s.max(axis=-1, keepdims=True, initial=np.finfo(dtype).min)
     p = np.exp(s - top)
     total = p.sum(axis=-1, keepdims=True)
+    with_sink = total
     if options.get("sinks") is not None:
         with np.errstate(over="ignore"):
-            total = (total + np.exp(np.asarray(options["sinks"])[:, None, None] - top)).astype(dtype)
-    return (p / np.where(total == 0, 1, total)) @ v
+            with_sink = (total + np.exp(np.asarray(options["sinks"])[:, None, None] - top)).astype(dtype)
+    return Matrices(capped, p, np.where(total == 0, 1, total), np.where(with_sink == 0, 1, with_sink), distance)
+
+
+def same_formula(q: Array, k: Array, v: Array, allowed: Array, **options: Any) -> Array:
+    """The plain formula in the dtype of the inputs: the yardstick for the tolerance."""
+    group = q.shape[-3] // k.shape[-3]
+    k, v = np.repeat(k, group, axis=-3), np.repeat(v, group, axis=-3)
+    found = matrices(q, k, allowed, **options)
+    return (found.exponentials / found.total_with_sink) @ v
+
+
+@remembered
+def gradients(
+    dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, allowed: Array, **options: Any
+) -> dict[str, Array]:
+    """The gradients of sum(dout * out) + sum(dlse * lse) by each argument, by the plain formula in the dtype of q.
+
+    Arrays as in `oracle`, with every batch axis; "bias" has the shape of the scores.
+    """
+    group = q.shape[-3] // k.shape[-3]
+    k, v = np.repeat(k, group, axis=-3), np.repeat(v, group, axis=-3)
+    found = matrices(q, k, allowed, **options)
+    p = found.exponentials / found.total_with_sink
+    delta = (dout * (p @ v)).sum(axis=-1, keepdims=True)
+    ds = p * (dout @ v.swapaxes(-1, -2) - delta)
+    if dlse is not None:
+        ds = ds + dlse[..., None] * found.exponentials / found.total
+    by_score = ds
+    if options.get("softcap"):
+        by_score = ds * (1 - (found.capped / options["softcap"]) ** 2).astype(q.dtype)
+    scale = options.get("scale")
+    by_score = by_score * q.dtype.type(1 / np.sqrt(q.shape[-1]) if scale is None else scale)
+
+    def of_key_heads(array: Array) -> Array:
+        split = (*array.shape[:-3], array.shape[-3] // group, group, *array.shape[-2:])
+        return array.reshape(split).sum(axis=-3)
+
+    def of_heads(array: Array) -> Array:
+        return array.sum(axis=(*range(array.ndim - 3), -2, -1))
+
+    result = {"q": by_score @ k, "k": of_key_heads(by_score.swapaxes(-1, -2) @ q)}
+    result |= {"v": of_key_heads(p.swapaxes(-1, -2) @ dout), "bias": ds}
+    if options.get("sinks") is not None:
+        rest = np.where(allowed.any(axis=-1, keepdims=True), 1 - found.total / found.total_with_sink, 0)
+        result["sinks"] = of_heads(-rest * delta)
+    if found.distance is not None:
+        result["alibi_slopes"] = of_heads(-ds * found.distance)
+    return result
 
 
 @remembered

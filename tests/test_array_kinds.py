@@ -26,6 +26,8 @@ PART = at.attention_partial(X, X, X)
 RESULT = at.attention(X, X, X, return_lse=True)
 SCORES = dict(bias=X, q_start=np.array([0, 1]), causal=True, sinks=np.zeros(2), alibi_slopes=np.ones(2), mask=M)
 LENGTHS = dict(key_lengths=np.array([4, 3]), prefix_lengths=np.array([1, 2]), causal=True)
+BACK = dict(dout=X, q=X, k=X, v=X, out=RESULT.out, lse=RESULT.lse, dlse=RESULT.lse)
+PLACES = dict(dq=np.empty_like(X), dk=np.empty_like(X), dv=np.empty_like(X))
 PAIR = dict(segments=(np.zeros((1, 4), int), np.zeros((2, 4), int)))
 
 
@@ -33,6 +35,11 @@ def cache(**options: Any) -> at.KVCache:
     made = at.KVCache(2, 2, 4, dtype=np.float64, **options)
     made.append(X, X)
     return made
+
+
+def vjp(dout: Any, dlse: Any, dq: Any, dk: Any, dv: Any, **call: Any) -> Any:
+    out, back = at.attention_vjp(**call)
+    return out, back(dout, dlse, dq=dq, dk=dk, dv=dv)
 
 
 def layer(**options: Any) -> at.MultiHeadAttention:
@@ -62,6 +69,11 @@ CALLS: dict[str, list[tuple[Callable[..., Any], dict[str, Any]]]] = {
         (at.attention, {**QKV, **LENGTHS, "segments": np.zeros((2, 4), int)}),
         (at.attention, {**QKV, **PAIR}),
     ],
+    "attention_backward": [
+        (at.attention_backward, {**BACK, **SCORES, **PLACES}),
+        (at.attention_backward, {**BACK, **LENGTHS, **PAIR}),
+    ],
+    "attention_vjp": [(vjp, {**QKV, **SCORES, "dout": X, "dlse": RESULT.lse, **PLACES})],
     "attention_partial": [
         (at.attention_partial, {**QKV, **{k: v for k, v in SCORES.items() if k != "sinks"}, "before": PART}),
         (at.attention_partial, {**QKV, **LENGTHS, **PAIR}),
@@ -95,6 +107,8 @@ CALLS: dict[str, list[tuple[Callable[..., Any], dict[str, Any]]]] = {
     ],
     "positional_encoding": [(at.positional_encoding, dict(seq_len=4, d_model=4, out=np.empty((4, 4))))],
     "relative_bias": [(at.relative_bias, dict(table=np.zeros((2, 7)), queries=4, keys=4))],
+    "relative_bias_backward": [(at.relative_bias_backward, dict(dbias=X[0], max_distance=1))],
+    "t5_bias_backward": [(at.t5_bias_backward, dict(dbias=X[0], num_buckets=32))],
     "t5_bias": [(at.t5_bias, dict(table=np.zeros((32, 2)), queries=4, keys=4))],
     "t5_buckets": [(at.t5_buckets, dict(distances=np.arange(4)))],
     "rotary_embedding": [
@@ -128,6 +142,14 @@ CALLS: dict[str, list[tuple[Callable[..., Any], dict[str, Any]]]] = {
         ),
         (lambda **given: layer()(**given), dict(x=X[0], context=X[0])),
         (lambda **given: layer()(**given), dict(x=X[0], context=(X[..., :2], X[..., :2]), bias=X)),
+    ],
+    "MultiHeadAttention.vjp": [
+        (
+            lambda dout, **given: layer(rotary={}).vjp(**given)[1](dout),
+            dict(x=X[0], positions=np.arange(4), mask=M, bias=X, dout=X[0]),
+        ),
+        (lambda **given: layer().vjp(**given)[1](X[0]), dict(x=X[0], context=X[0])),
+        (lambda **given: layer().vjp(**given)[1](X[0]), dict(x=X[0], context=(X[..., :2], X[..., :2]))),
     ],
     "MultiHeadAttention.keys_values": [(lambda context: layer().keys_values(context), dict(context=X[0]))],
     "onnx.attention": [
@@ -244,6 +266,8 @@ def same(a: Any, b: Any) -> None:
     elif isinstance(a, tuple):
         for x, y in zip(a, b, strict=True):
             same(x, y)
+    elif isinstance(a, dict):
+        same(tuple(a.values()), tuple(b.values()))
 
 
 @pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
@@ -252,7 +276,7 @@ def test_whatever_numpy_reads_as_an_array_is_one(argument, array, call):
     kinds: list[Callable[[Array], Any]] = [memoryview, Duck, np.ndarray.tolist]
     if array.ndim == 2:
         kinds.append(np.matrix)
-    if argument == "out":  # it is written to
+    if argument in ("out", "dq", "dk", "dv") and array is not RESULT.out:  # it is written to
         for kind in kinds[:3]:
             with pytest.raises(TypeError, match="must be a NumPy array"):
                 call(kind(array))

@@ -272,7 +272,7 @@ def test_an_unknown_option_is_refused_alike():
 
 
 def test_large_tables_are_compared_once_and_not_copied_by_the_layer(monkeypatch):
-    from attentile.layers import multi_head
+    from attentile.layers import heads
 
     angles = np.outer(np.arange(64), 1.0 / 10 ** np.arange(4))
     options = {"cos": np.cos(angles), "sin": np.sin(angles)}
@@ -288,8 +288,8 @@ def test_large_tables_are_compared_once_and_not_copied_by_the_layer(monkeypatch)
     for owner in (layer, cache):
         with pytest.raises(ValueError, match="read-only"):
             owner.rotary["cos"][0, 0] = 7
-    calls, real = [], multi_head.same_rotation
-    monkeypatch.setattr(multi_head, "same_rotation", lambda *arguments: calls.append(1) or real(*arguments))
+    calls, real = [], heads.same_rotation
+    monkeypatch.setattr(heads, "same_rotation", lambda *arguments: calls.append(1) or real(*arguments))
     for _ in range(5):
         layer(np.ones((1, 1, 16)), cache=cache)
     layer(np.ones((1, 1, 16)), cache=cache.fork())

@@ -59,7 +59,7 @@ def test_from_arrays_copies_no_weight(convention):
     for array in arrays.values():
         array.flags.writeable = False
     layer = MultiHeadAttention.from_arrays(arrays, **options)
-    used = [array for array in (*layer._project.arrays, layer._w_o, layer._b_o) if array is not None]
+    used = [array for array in (*layer._heads.project.arrays, layer._w_o, layer._b_o) if array is not None]
     assert len(used) >= 3
     assert all(any(np.shares_memory(mine, given) for given in arrays.values()) for mine in used)
     assert_array_equal(layer(normal(3, 12)), layer(normal(3, 12)))

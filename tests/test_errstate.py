@@ -51,6 +51,10 @@ def calls_of_attention(kind: str, dtype) -> dict:
     def partials():
         return [attentile.attention_partial(q, k, v), attentile.attention_partial(q, v, k, causal=True)]
 
+    def with_gradients():
+        out, back = attentile.attention_vjp(q, k, v, **some)
+        return [out, *back(v, lse, wrt=("q", "k", "v", "bias", "sinks", "alibi_slopes"))]
+
     def cached(dtype, **options):
         cache = KVCache(1, 2, 8, dtype=dtype, **options)
         cache.append(k, v)
@@ -72,6 +76,8 @@ def calls_of_attention(kind: str, dtype) -> dict:
         "attention_partial": lambda: [x for part in partials() for x in (*part, part.out, part.lse)],
         "attention_stats": lambda: attentile.attention_stats(q, k, v, which=every, rows=[0, 3], **some),
         "attention_stats, plain": lambda: attentile.attention_stats(q, k, v),
+        "attention_vjp": with_gradients,
+        "attention_backward": lambda: attentile.attention_backward(k, q, k, v, v, wide[1], sinks=[1.0, 1e6])[:3],
         "merge_attention": lambda: attentile.merge_attention(parts())[:2],
         "merge_attention, partials": lambda: attentile.merge_attention(partials()),
         "merge_attention, one": lambda: attentile.merge_attention([(q, wide[1])])[:2],
@@ -91,16 +97,21 @@ def calls_of_others(kind: str, dtype) -> dict:
     q, x, w = numbers(kind, dtype, 1, 2, 5, 8), numbers(kind, dtype, 5, 8), numbers(kind, dtype, 8, 8)
     b, table, rows = numbers(kind, dtype, 8), numbers(kind, dtype, 32, 9), numbers(kind, dtype, 5, 4)
     layer = MultiHeadAttention(w, w, w, w, b_q=b, b_o=b, num_heads=2)
+    fused, norm = np.concatenate([w, w, w], axis=1), {"kind": "layer", "eps": 1e-6}
+    norms = MultiHeadAttention(fused, None, None, w, num_heads=2, norm=norm, q_norm=b, k_norm=b)
     with_rotary = MultiHeadAttention(w, w, w, w, num_heads=2, rotary={"base": 10.0})
     return {
         "multi_head_attention": lambda: [attentile.multi_head_attention(x, 8, 2, w, w, w, w)],
         "MultiHeadAttention": lambda: [layer(x), layer(x, out=np.empty_like(x)), layer(x, causal=True)],
+        "MultiHeadAttention, gradients": lambda: [*layer.vjp(x)[1](x).values(), *norms.vjp(x, x)[1](x).values()],
         "MultiHeadAttention, rotary": lambda: [with_rotary(x), *with_rotary.keys_values(x)],
         "rotary_embedding": lambda: [attentile.rotary_embedding(q, at) for at in (None, np.arange(5) * 10**6)],
         "rotary_embedding, tables": lambda: [attentile.rotary_embedding(q, cos=rows, sin=rows)],
         "positional_encoding": lambda: [attentile.positional_encoding(9, 6, dtype=np.float16, base=1e300)],
         "alibi_slopes": lambda: [attentile.alibi_slopes(12)],
         "relative_bias": lambda: [attentile.relative_bias(table[:2, :9], 5, 5)],
+        "relative_bias_backward": lambda: [attentile.relative_bias_backward(q[0], 2)],
+        "t5_bias_backward": lambda: [attentile.t5_bias_backward(q[0], 8)],
         "t5_bias": lambda: [attentile.t5_bias(table, 5, 5)],
         "t5_buckets": lambda: [attentile.t5_buckets(np.arange(-500, 500))],
         "segment_ids": lambda: [attentile.segment_ids([3, 4])],

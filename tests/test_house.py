@@ -29,7 +29,7 @@ FLOORS = (
     {"speed"},
     {"attentile", "onnx"},
     {"layers"},
-    {"attention", "cache", "inspection", "merge", "positions", "textbook"},
+    {"attention", "backward", "cache", "inspection", "merge", "positions", "textbook"},
     {"dispatch"},
     {"outputs"},
     {"scores"},
@@ -45,7 +45,7 @@ NEIGHBOURS = {
     ("cache", "positions"),
     ("inspection", "attention"),
 }
-FUNCTION_LINES, PARAMETERS, PYTHON_LINES = 60, 8, 8700
+FUNCTION_LINES, PARAMETERS, PYTHON_LINES = 60, 8, 10000
 
 # What breaks a rule today. An entry that is not true any more fails as an exception that is not listed does.
 KNOWN_PRIVATE: set[str] = set()

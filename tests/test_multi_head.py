@@ -316,13 +316,13 @@ def test_strides_and_read_only_inputs():
 def test_inputs_are_not_modified():
     w, x = make(), normal(1, 5, 12)
     layer = w.layer(rotary={})
-    copies = [x.copy(), *(array.copy() for array in layer._project.arrays)]
+    copies = [x.copy(), *(array.copy() for array in layer._heads.project.arrays)]
     plain, pair = w.layer(), w.layer().keys_values(x)
     pair_copies = [array.copy() for array in pair]
     layer(x, causal=True)
     layer(x, cache=cache_for(layer, 1))
     plain(x, pair)
-    for array, copy in zip([x, *layer._project.arrays, *pair], [*copies, *pair_copies], strict=True):
+    for array, copy in zip([x, *layer._heads.project.arrays, *pair], [*copies, *pair_copies], strict=True):
         assert_array_equal(array, copy)
 
 

@@ -35,6 +35,11 @@ def attention_calls() -> None:
     partial: at.Partial = at.attention_partial(x, x, x, key_lengths=3)
     assert_type(at.merge_attention([partial, partial]), at.Partial)
     assert_type(at.attention(x, x, x, before=partial), Array)
+    out, vjp = at.attention_vjp(x, x, x, causal=True)
+    assert_type(at.attention_vjp(x, x, x, return_lse=True)[0], at.AttentionResult)
+    gradients: at.AttentionGradients = vjp(x, wrt="q", dq=np.empty_like(x))
+    assert_type(gradients.dq, Array | None)
+    assert_type(at.attention_backward(x, x, x, x, x, x[..., 0], wrt=("q", "v"), dv=plain), at.AttentionGradients)
     stats: at.AttentionStats = at.attention_stats(x, x, x)
     explained: at.Explanation = at.explain(x, x, x, causal=True)
     print(stats, explained.notes, at.draw_mask(queries=3, keys=3, causal=True))
@@ -54,6 +59,8 @@ def position_calls() -> None:
     at.rotary_embedding(x, [0, 1, 2, 3], scaling={"rope_type": "linear", "factor": 2.0})
     at.attention(x, x, x, alibi_slopes=at.alibi_slopes(2), bias=at.relative_bias(np.zeros((2, 9)), 4, 4))
     at.attention(x, x, x, bias=at.t5_bias(np.zeros((32, 2)), 4, 4), segments=at.segment_ids([3, 1]))
+    assert_type(at.relative_bias_backward(x[0], 4), Array)
+    assert_type(at.t5_bias_backward(x[0], 32, bidirectional=False), Array)
     print(at.t5_buckets([-1, 0, 1]))
 
 
@@ -68,6 +75,7 @@ def cache_and_layer_calls() -> None:
     print(result[0], cache.length, cache.lengths)
     w = np.eye(16, dtype=np.float32)
     layer = at.MultiHeadAttention(w, w, w, w, num_heads=2)
+    assert_type(layer.vjp(np.ones((4, 16)), causal=True)[0], Array)
     print(layer(np.ones((4, 16), np.float32), causal=True), layer.head_dim)
 
 

@@ -130,6 +130,7 @@ def shape_of(case: dict[str, Any]) -> str:
     extras += [f"{name} {case[name]:g}" for name in ("window", "segments", "softcap") if case.get(name)]
     extras += [f"queries × {case['peak']:g}"] if case.get("peak", 1) != 1 else []
     extras += ["ALiBi"] if case.get("alibi") else []
+    extras += ["and gradients"] if case.get("train") else []
     return ", ".join(
         [f"{batch}{_heads(case['Hq'], case['Hkv'])}", f"{case['L']} × {case['S']}", f"d = {case['D']}", *extras]
     )

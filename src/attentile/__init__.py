@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from .attention import attention, attention_partial
+from .backward import AttentionGradients, attention_backward, attention_vjp
 from .cache import KVCache
 from .inspection.draw import draw_mask
 from .inspection.explain import Explanation, explain
@@ -12,7 +13,16 @@ from .masks import segment_ids
 from .merge import merge_attention
 from .outputs import AttentionResult
 from .partial import Partial
-from .positions import alibi_slopes, positional_encoding, relative_bias, rotary_embedding, t5_bias, t5_buckets
+from .positions import (
+    alibi_slopes,
+    positional_encoding,
+    relative_bias,
+    relative_bias_backward,
+    rotary_embedding,
+    t5_bias,
+    t5_bias_backward,
+    t5_buckets,
+)
 from .runtime.backend import use_backend
 from .runtime.config import show_config
 from .runtime.threadpools import introduce as _introduce
@@ -20,6 +30,7 @@ from .runtime.threads import get_num_threads, num_threads, set_num_threads
 from .textbook import causal_attention, multi_head_attention, self_attention
 
 __all__ = [
+    "AttentionGradients",
     "AttentionResult",
     "AttentionStats",
     "Explanation",
@@ -28,8 +39,10 @@ __all__ = [
     "Partial",
     "alibi_slopes",
     "attention",
+    "attention_backward",
     "attention_partial",
     "attention_stats",
+    "attention_vjp",
     "causal_attention",
     "draw_mask",
     "explain",
@@ -39,12 +52,14 @@ __all__ = [
     "num_threads",
     "positional_encoding",
     "relative_bias",
+    "relative_bias_backward",
     "rotary_embedding",
     "segment_ids",
     "self_attention",
     "set_num_threads",
     "show_config",
     "t5_bias",
+    "t5_bias_backward",
     "t5_buckets",
     "use_backend",
 ]

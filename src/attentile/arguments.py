@@ -157,25 +157,28 @@ def as_floating(function: str, name: str, value: Any, wanted: str) -> Array:
     return array
 
 
-def check_out(function: str, out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Refuses an out that is not a writable array of this shape and dtype with every element in a place of its own."""
+def check_out(function: str, out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], name: str = "out") -> None:
+    """Refuses an out that is not a writable array of this shape and dtype with every element in a place of its own.
+
+    name: that of the argument.
+    """
     if not isinstance(out, np.ndarray):
-        raise TypeError(f"{function}: out is a {type(out).__name__}; it must be a NumPy array, or None")
-    as_array(function, "out", out)
+        raise TypeError(f"{function}: {name} is a {type(out).__name__}; it must be a NumPy array, or None")
+    as_array(function, name, out)
     if out.shape != shape or out.dtype != dtype:
         raise ValueError(
-            f"{function}: out has shape {out.shape} and dtype {out.dtype}; they must be {shape} and {dtype}, "
+            f"{function}: {name} has shape {out.shape} and dtype {out.dtype}; they must be {shape} and {dtype}, "
             "those of the result"
         )
     if not out.flags.writeable:
-        raise ValueError(f"{function}: out is read-only; pass a writable array (out.copy() is)")
+        raise ValueError(f"{function}: {name} is read-only; pass a writable array ({name}.copy() is)")
     if out.flags.c_contiguous or out.size == 0:
         return
     reach = out.itemsize  # bytes that the axes so far cover, those with the smallest steps first
     for step, n in sorted((abs(step), n) for step, n in zip(out.strides, out.shape, strict=True) if n > 1):
         if step < reach:
             raise ValueError(
-                f"{function}: out has shape {out.shape} and strides {out.strides}, so that elements share memory; "
+                f"{function}: {name} has shape {out.shape} and strides {out.strides}, so that elements share memory; "
                 "pass an array that does not overlap itself"
             )
         reach += (n - 1) * step

@@ -5,9 +5,10 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
-from .core import twin
+from .core import twin, twin_backward
 from .outputs import Outputs, Totals
 from .runtime import backend
 from .scores import Scores
@@ -36,3 +37,15 @@ def stats(scores: Scores, v: Array, totals: Totals, found: Any, threads: int, on
     if not scores.empty:
         v = scores.without_values(v) if v.shape[-1] == 0 else v
         on.stats(scores, v, totals, found, threads)
+
+
+def backward(scores: Scores, v: Array, given: Any, wanted: Any, threads: int) -> None:
+    """Fills the gradients that are wanted, but leaves them if there is no row or no key."""
+    if scores.empty:
+        return
+    if v.shape[-1] == 0:
+        v = scores.without_values(v)
+        column = np.zeros((*scores.shape[:-1], 1), scores.compute)
+        given, wanted = given._replace(dout=column, out=column), wanted._replace(dv=None)
+    core = backend.active
+    (twin_backward if core is None else core).backward(scores, v, given, wanted, threads)

@@ -65,6 +65,13 @@ def merge_attention(parts: Iterable[Part] | Iterable[Partial]) -> AttentionResul
     keys, and with it the parts' shares. A Partial keeps largest score and sum apart and loses nothing: the sums of
     2^(m_i - m) l_i and 2^(m_i - m) o_i go with m = max m_i.
 
+    Gradients: with w_i = exp(lse_i - lse), those of the parts are::
+
+        dout_i = w_i dout        dlse_i = w_i (rowsum(dout * (out_i - out)) + dlse)
+
+    To get those of queries, keys and values it is less work to call `attention_backward` for each part with the merged
+    out and lse.
+
     Examples
     --------
     >>> import numpy as np

@@ -18,6 +18,11 @@ def is_floating(dtype: np.dtype[Any]) -> bool:
     return dtype.kind == "f" or dtype.name == "bfloat16"
 
 
+def gradient_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """That of the gradient of an array of this dtype: its own, in native byte order; of integers, float64."""
+    return np.dtype(dtype.type) if is_floating(dtype) else np.dtype(np.float64)
+
+
 def _computed_in(dtype: np.dtype[Any], function: str) -> np.dtype[Any]:
     """The dtype of the arithmetic for this (promoted) input dtype."""
     dtype = dtype.newbyteorder("=")

@@ -327,7 +327,7 @@ def test_b86_position_per_item(impl, start):
 @pytest.mark.parametrize("window", [None, (2, 0)], ids=str)
 @pytest.mark.parametrize(("queries", "keys"), [(3, 8), (8, 3)])
 def test_b96_cross_attention_counts_from_the_last_key(impl, queries, keys, window):
-    """Gradients are not offered; this is the forward pass that the report's were wrong for."""
+    """The forward pass that the report's gradients were wrong for."""
     q, k, v = qkv((1, 2, queries, 4), keys=keys, dtype=np.float64)
     options: dict[str, Any] = {"causal": "lower_right", "window": window}
     weights = check(q, k, v, **options).weights[0, 0]

@@ -92,16 +92,26 @@ def matrix(width: int, **options: Any) -> Array:
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_b100_inverse_of_tables_that_are_no_rotation(interleaved):
-    """Gradients are not offered for tables; what is, the inverse, inverts the matrix of the forward map."""
+    """It inverts the matrix of the forward map; the gradient is its transpose."""
     cos, sin = normal(9, 3, dtype=np.float64), normal(9, 3, dtype=np.float64, seed=1)
     call: dict[str, Any] = dict(cos=cos, sin=sin, rotary_dim=6, interleaved=interleaved)
     forward, backward = matrix(8, **call), matrix(8, inverse=True, **call)
     assert_allclose(backward @ forward, np.eye(8), rtol=0, atol=1e-14)
     assert_allclose(backward, np.linalg.inv(forward), rtol=0, atol=1e-13)
     assert np.abs(backward - forward.T).max() > 0.1  # no rotation: the transpose is something else
+    for tables in (call, call | {"cos": cos.astype(np.float16), "sin": sin.astype(np.float16)}):
+        assert_allclose(matrix(8, inverse="transpose", **tables), matrix(8, **tables).T, rtol=0, atol=1e-15)
     size = np.hypot(cos, sin)
     unit: dict[str, Any] = call | {"cos": cos / size, "sin": sin / size}
     assert_allclose(matrix(8, inverse=True, **unit), matrix(8, **unit).T, rtol=0, atol=1e-15)
+
+
+def test_b100_gradient_of_a_scaling_with_a_factor():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    call: dict[str, Any] = dict(scaling=yarn, rotary_dim=6)
+    forward = matrix(8, **call)
+    assert np.linalg.norm(forward[:, 0]) > 1.1
+    assert_allclose(matrix(8, inverse="transpose", **call), forward.T, rtol=0, atol=1e-15)
 
 
 def test_b100_tables_of_full_width_are_refused():

@@ -122,7 +122,7 @@ def test_b39_width_zero_is_refused(either):
 @pytest.mark.parametrize("causal", [False, "lower_right"])
 @pytest.mark.parametrize(("queries", "keys", "lengths"), [(0, 5, None), (5, 0, None), (5, 5, [5, 0, 3]), (5, 5, 0)])
 def test_b101_nothing_is_left_unwritten(impl, queries, keys, lengths, causal):
-    """Of the forward pass (gradients are not offered): memory that holds NaN is written where there is no key, too."""
+    """Of the forward pass: memory that holds NaN is written where there is no key, too."""
     q, k, v = qkv((3, 2, queries, 4), keys=keys)
     out = np.full((3, 2, queries, 4), np.nan, np.float32)
     attention(q, k, v, key_lengths=lengths, causal=causal, out=out)

@@ -26,7 +26,8 @@ cdef int divide(Job *job, int threads) noexcept nogil:
     if not job.few:
         blocks = (rows + job.block_rows - 1) // job.block_rows
         apart = lie_apart(job, &job.k, job.width, job.k_format) or lie_apart(job, &job.v, job.value_width, job.v_format)
-        share = MAX_BLOCKS if apart else min(<Py_ssize_t> MAX_BLOCKS, (TASK_ROWS + job.block_rows - 1) // job.block_rows)
+        share = (TASK_ROWS + job.block_rows - 1) // job.block_rows
+        share = MAX_BLOCKS if apart else min(<Py_ssize_t> MAX_BLOCKS, share)
         if threads > 1:
             share = max(<Py_ssize_t> 1, min(share, heads * blocks // (TASKS_PER_THREAD * threads)))
         job.tasks_per_head = (blocks + share - 1) // share
@@ -319,6 +320,7 @@ cdef Shared *open_shared(const Job *job, char **free_bytes) noexcept nogil:
     shared.alpha = take(free_bytes, rows * item)
     shared.beta = take(free_bytes, rows * item)
     shared.words = <uint32_t *> take(free_bytes, WORDS * rows * sizeof(uint32_t))
+    shared.capped = NULL
     fill_reals(shared.unused, item, rows, 0)
     if brings_keys(job):
         shared.keys = take(free_bytes, AT_CHUNK * job.width * item)

@@ -7,6 +7,7 @@
     _pass.pxi     the fused pass: the loop over chunks of keys. The story is told there
     _few.pxi      the same for few rows of queries
     _stats.pxi    the second pass of the statistics
+    _backward.pxi the gradients
     _count.pxi    what a call would do, in numbers
     _arrays.pxi   Python's arrays: borrowed memory, batch axes that broadcast and fold
     _call.pxi     the check of a call: from Python's values to a job
@@ -25,11 +26,11 @@ from libc.string cimport memcpy, memset
 
 from ._kernels cimport (AT_ALIGN, AT_ALTERNATING, AT_ANGLE_BLOCK, AT_APART, AT_BF16, AT_CHUNK, AT_F16, AT_F32, AT_F64,
                         AT_FEW_KEYS, AT_MAX_ROWS, AT_MIN_POWER_F32, AT_MIN_POWER_F64, AT_PANEL, AT_PEAK_FMAS,
-                        AT_ROTATION, AT_SIZE_OF, AT_STRIP_PAIRS, AT_TOP_SCRATCH, AT_WORD, LN2, LOG2E, at_ahead,
-                        at_angles, at_exp2, at_float_of_bf16, at_float_of_f16, at_guard_enter, at_guard_leave,
-                        at_idle_like, at_isa, at_isa_at, at_isa_count, at_isa_supported, at_log2, at_mask_run,
-                        at_mask_words, at_pool_run, at_pool_workers, at_rotary_rows, at_scratch, at_tiles, at_top,
-                        at_value_rows)
+                        AT_ROTATION, AT_ROW_CHUNK, AT_SIZE_OF, AT_STRIP_PAIRS, AT_TOP_SCRATCH, AT_WORD, LN2, LOG2E,
+                        at_ahead, at_angles, at_await, at_exp2, at_float_of_bf16, at_float_of_f16, at_guard_enter,
+                        at_guard_leave, at_idle_like, at_isa, at_isa_at, at_isa_count, at_isa_supported, at_log2,
+                        at_mask_run, at_mask_words, at_outer_rows, at_pass, at_pool_run, at_pool_workers,
+                        at_rotary_rows, at_row_numbers, at_scratch, at_sums, at_tiles, at_top, at_value_rows)
 
 import numpy
 
@@ -69,6 +70,7 @@ include "_storage.pxi"
 include "_pass.pxi"
 include "_few.pxi"
 include "_stats.pxi"
+include "_backward.pxi"
 include "_count.pxi"
 include "_arrays.pxi"
 include "_call.pxi"

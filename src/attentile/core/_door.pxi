@@ -4,6 +4,7 @@
 #     textbook(Q, K, V, d_k, ...)       likewise, for the functions of textbook.py
 #     attend(scores, v, outputs)        checked values (scores.py, outputs.py), which is where a None leads
 #     stats(scores, v, ...)             the second pass of the statistics over the same values
+#     backward(scores, v, ...)          the gradients of a call over the same values
 #     takes(q, k, v, options)           whether attention() would take the values as they are
 #     explain(scores, v, ...)           what attend() would do with checked values, in numbers
 
@@ -272,6 +273,61 @@ def stats(scores, v, totals, found, int threads):
         take_totals(&call, &stats.total, total)
         take_statistics(&call, &stats, found)
         run_call(&call, run_statistics, &stats, threads)
+    finally:
+        close_batch(&call.batch)
+
+
+cdef int take_rows(Call *call, Strided *to, int *format, array, Py_ssize_t columns) except -1:
+    """An array with the axes of the results, of any format; columns -1: rows without columns."""
+    cdef Py_buffer *view
+    if array is None:
+        return 0
+    format[0] = format_of(array.dtype, True)
+    view = borrow_numbers(&call.batch, array, format[0]) if format[0] >= 0 else NULL
+    if view == NULL or not has_result_shape(call, view, columns) or not is_aligned(view, view.itemsize):
+        raise SystemError("attentile: the core does not take what was checked; please report this call")
+    if columns < 0:
+        bind_result_rows(call, to, view)
+    else:
+        bind_result(call, to, view)
+    return 0
+
+
+cdef int take_gradient(Call *call, Strided *to, int *format, array) except -1:
+    """An array with the axes of keys or values, or of the bias."""
+    if array is not None:
+        format[0] = format_of(array.dtype, True)
+        bind(&call.batch, to, borrow_numbers(&call.batch, array, format[0]), 2 if call.drop else call.tail)
+    return 0
+
+
+def backward(scores, v, given, wanted, int threads):
+    """The gradients of attend() of these values: what the rows have, and where the gradients go, see backward.py."""
+    cdef Call call
+    cdef Backward back
+    cdef int rows = 0
+    cdef double[::1] slopes
+    cdef dict options = scores.options
+    intervals = scores.intervals
+    open_call(&call, 3)
+    memset(&back, 0, sizeof(Backward))
+    back.job = &call.job
+    back.scale = scores.scale
+    try:
+        take_scores(&call, scores, options, intervals, v)
+        take_rows(&call, &back.dout, &back.dout_format, given.dout, call.job.value_width)
+        take_rows(&call, &back.out, &back.o_format, given.out, call.job.value_width)
+        take_rows(&call, &back.lse, &rows, given.lse, -1)
+        take_rows(&call, &back.dlse, &rows, given.dlse, -1)
+        take_rows(&call, &back.delta, &rows, wanted.delta, -1)
+        take_rows(&call, &back.dq, &back.dq_format, wanted.dq, call.job.width)
+        take_gradient(&call, &back.dk, &back.dk_format, wanted.dk)
+        take_gradient(&call, &back.dv, &back.dv_format, wanted.dv)
+        take_gradient(&call, &back.dbias, &rows, wanted.dbias)
+        if wanted.dslopes is not None:
+            slopes = wanted.dslopes
+            back.dslopes = &slopes[0]
+        run_call(&call, run_backward, &back, threads)
     finally:
         close_batch(&call.batch)
 

@@ -135,6 +135,7 @@ cdef struct Shared:
     char *unused                                #   a place for maxima that a later step replaces,
     char *alpha                                 #   weights of the old and the new part,
     char *beta
+    char *capped                                # [AT_CHUNK][pitch] scores after softcap, if they are wanted
     uint32_t *words                             # [WORDS][pitch]
     int kinds[WORDS]
     at_ahead ahead[3]                           # what the next scores fetch meanwhile

@@ -1,5 +1,5 @@
 # The declarations of kernels/kernels.h, line by line. The contract is written there.
-from libc.stdint cimport uint16_t, uint32_t
+from libc.stdint cimport int64_t, uint16_t, uint32_t
 
 cdef extern from "kernels/halves.h" nogil:
     float at_float_of_f16(uint16_t half)
@@ -13,6 +13,7 @@ cdef extern from "kernels/kernels.h" nogil:
         AT_F64
         AT_CHUNK
         AT_WORD
+        AT_ROW_CHUNK
         AT_MAX_VECTORS
         AT_MAX_ROWS
         AT_ALIGN
@@ -39,6 +40,22 @@ cdef extern from "kernels/kernels.h" nogil:
         Py_ssize_t stride, keys
         const char *ahead
         Py_ssize_t ahead_stride
+
+    ctypedef struct at_row_numbers:
+        void *lse
+        void *share
+        void *delta
+
+    ctypedef struct at_outer_rows:
+        const void *a
+        const char **rows
+        Py_ssize_t n_rows, pitch
+
+    ctypedef struct at_sums:
+        char *rows
+        Py_ssize_t stride
+        double factor
+        bint first
 
     ctypedef struct at_top:
         void *values
@@ -108,6 +125,16 @@ cdef extern from "kernels/kernels.h" nogil:
         void (*add_rows)(double *sum, const char **rows, Py_ssize_t n_rows, Py_ssize_t keys) noexcept nogil
         void (*keep_top)(at_top *top, const void *row, Py_ssize_t n, Py_ssize_t first_key, void *scratch) noexcept nogil
         void (*store_top)(at_top *top, void *values, Py_ssize_t *keys, void *scratch) noexcept nogil
+        void (*weigh)(void *st, void *dp, const at_row_numbers *rows, int vectors, Py_ssize_t keys) noexcept nogil
+        void (*row_dots)(void *sums, const void *a, const void *b, int vectors, Py_ssize_t width) noexcept nogil
+        void (*uncap)(void *ds, const void *capped, int vectors, Py_ssize_t keys, double cap) noexcept nogil
+        void (*add_outer)(const at_sums *to, const at_outer_rows *parts, int n_parts, Py_ssize_t width, Py_ssize_t keys,
+                          bint marked) noexcept nogil
+        void (*mark_zeros)(void *ds, int vectors, Py_ssize_t keys) noexcept nogil
+        int (*all_finite)(const char **rows, Py_ssize_t n_rows, Py_ssize_t width) noexcept nogil
+        void (*add_row)(char *to, Py_ssize_t stride, const void *row, Py_ssize_t keys) noexcept nogil
+        void (*add_distances)(double *sums, const void *ds, const void *position, Py_ssize_t n_rows, int vectors,
+                              Py_ssize_t keys) noexcept nogil
         double (*fma_peak)(Py_ssize_t rounds) noexcept nogil
         double (*read)(const void *data, Py_ssize_t n) noexcept nogil
 
@@ -147,6 +174,8 @@ cdef extern from "kernels/kernels.h" nogil:
     ctypedef void (*at_task)(void *job, Py_ssize_t index, int slot) noexcept nogil
     void at_pool_run(at_task task, void *job, Py_ssize_t tasks, int threads)
     int at_pool_workers()
+    void at_pass(int64_t *passed, int64_t place)
+    void at_await(const int64_t *passed, int64_t place)
     void *at_scratch(size_t bytes)
 
     double at_log2(double x) noexcept nogil

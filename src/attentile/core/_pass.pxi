@@ -108,6 +108,8 @@ cdef void score_run(const Job *job, Block *block, Shared *shared, Rows k, const 
         steps -= 1
         tiles.softcap(st, shared.unused if steps else shared.block_max, block.vectors, n, -2 / job.softcap,
                       job.softcap * LOG2E)
+        if shared.capped != NULL:
+            memcpy(shared.capped + (st - shared.st), st, n * block.pitch * <Py_ssize_t> tiles.itemsize)
     if job.bias.data != NULL:
         steps -= 1
         tiles.add_bias(st, shared.unused if steps else shared.block_max, shared.bias_rows,

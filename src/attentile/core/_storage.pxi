@@ -4,7 +4,7 @@
 # some row may see; the tiles for few rows read most formats directly (_few.pxi). No whole array is ever converted.
 #
 # Rows that lie far apart, as those of a head do where a token's heads lie side by side, are gathered there in the same
-# way: each of them is on a page of memory of its own, and in steps of a power of two they share few places of the caches.
+# way: each of them is on a page of memory of its own, and in steps of a power of two they share few places of a cache.
 # Included by _core.pyx after _blocks.pxi.
 
 # Keys or values of a chunk as tiles take them: the first, and the bytes to the next (of panels as in key_chunk).

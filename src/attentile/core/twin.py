@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,6 +92,7 @@ class _Block(NamedTuple):
     keys: slice  # no row sees a key outside
     scores: Array
     excluded: list[tuple[slice, Array]]  # some of these keys, and where they are excluded; it broadcasts to the scores
+    capped: Array | None  # the scores as softcap gave them, for gradients
 
     def allowed(self) -> Array:
         """Which of the keys the rows may see."""
@@ -110,7 +111,7 @@ class _Rows(NamedTuple):
 class _Blocks:
     """The blocks of one call. Its arrays have the axes that the caller gave them; drop: there is no axis of heads."""
 
-    def __init__(self, scores: Any) -> None:
+    def __init__(self, scores: Any, keep_capped: bool = False) -> None:
         self.source, self.drop = scores, scores.drop
         self.group = scores.heads // max(scores.kv_heads, 1)
         q, self.k = widened(scores.q, scores.compute), widened(scores.k, scores.compute)
@@ -119,6 +120,7 @@ class _Blocks:
         self.narrow = scores.lead not in axes and np.broadcast_shapes(*axes) != scores.lead  # scores lack batch axes
         self.intervals = scores.structure.intervals(scores.queries, scores.keys)
         self.errors: Any = None if scores.score_mod is None else np.geterr()
+        self.keep_capped = keep_capped
 
     def places(self) -> Iterator[Place | None]:
         """Of each block."""
@@ -168,21 +170,23 @@ class _Blocks:
         scores = self.product(q, self.by_key_head(self.k, place, keys).swapaxes(-1, -2))
         if self.narrow:
             scores = np.broadcast_to(scores, self.shape(place) + scores.shape[-1:]).copy()
+        capped = None
         if source.softcap is not None:
             _cap(scores, source.softcap)
+            capped = scores.copy() if self.keep_capped else None
         if source.bias is not None:
             bias = self.bias(place, keys)
             scores += bias
             if not bias.min() > -np.inf:
                 excluded.append((_EVERY, bias == -np.inf))
         if source.slopes is not None:
-            scores -= self.distance(place, keys)
+            scores -= self.by_head(source.slopes, place).astype(scores.dtype) * self.distance(place, keys)
         if source.score_mod is not None:
             self.modify(scores, place)
             excluded.append((_EVERY, scores == -np.inf))
         for some, where in excluded:
             _exclude(scores[..., some], where)
-        return _Block(place, keys, scores, excluded)
+        return _Block(place, keys, scores, excluded, capped)
 
     def by_score(self, array: Array, place: Place | None, keys: slice) -> Array:
         """The part of a mask or a bias."""
@@ -225,13 +229,12 @@ class _Blocks:
         return _Rows((m / m.dtype.type(LOG2E))[..., None], total[..., None], values)
 
     def distance(self, place: Place | None, keys: slice) -> Array:
-        """What ALiBi subtracts."""
+        """|query position - key position|, by which ALiBi lowers the scores."""
         source, real = self.source, self.q.dtype.type
         start = np.asarray(source.structure.start(source.queries, source.keys))
         position = self.by_row(start[..., None] + np.arange(source.queries), place)
-        distance = np.abs(position - np.arange(source.keys)[keys]).astype(real)
-        steps: Array = self.by_head(source.slopes, place).astype(real) * distance
-        return steps
+        distance: Array = np.abs(position - np.arange(source.keys)[keys]).astype(real)
+        return distance
 
     def modify(self, scores: Array, place: Place | None) -> None:
         """score_mod, a head at a time, under the caller's handling of floating-point errors."""
@@ -288,10 +291,14 @@ def _allowed(shape: tuple[int, ...], excluded: list[tuple[slice, Array]]) -> Arr
     return found
 
 
-def _cap(scores: Array, softcap: float) -> None:
+def cap_in(dtype: np.dtype[Any], softcap: float) -> Any:
     """Within a quarter of the range, beyond which no score changes by a bit, and above 1 / its largest number."""
-    limits = np.finfo(scores.dtype)
-    cap = scores.dtype.type(min(max(softcap, float(limits.smallest_normal)), float(limits.max) / 4))
+    limits = np.finfo(dtype)
+    return dtype.type(min(max(softcap, float(limits.smallest_normal)), float(limits.max) / 4))
+
+
+def _cap(scores: Array, softcap: float) -> None:
+    cap = cap_in(scores.dtype, softcap)
     scores /= cap
     np.tanh(scores, out=scores)
     scores *= cap
@@ -311,26 +318,34 @@ def _modified(changed: Any, scores: Array) -> Array:
 # ---- rows ----
 
 
-def _values(blocks: _Blocks, block: _Block, v: Array) -> Array:
-    """Step 4 without the products of keys that a row may not see (0 * NaN is NaN)."""
-    weights, v = block.scores, blocks.by_key_head(v, block.place, block.keys)
-    found = blocks.product(weights, v)
-    if not block.excluded or _all(np.isfinite(found)):
+def seen_product(
+    product: Callable[[Array, Array], Array], factors: Array, shared: Array, allowed: Callable[[], Array] | None
+) -> Array:
+    """factors (..., rows, n) @ shared (..., n, width) without the terms of pairs that are not allowed, whose factor is
+    0 (0 * NaN is NaN). allowed: what gives the shape of the factors; None: all are."""
+    found = product(factors, shared)
+    if allowed is None or _all(np.isfinite(found)):
         return found
-    finite = np.isfinite(v)
+    finite = np.isfinite(shared)
     if _all(finite):
         return found
-    found = blocks.product(weights, np.where(finite, v, 0))
-    allowed, real = block.allowed(), v.dtype.type
+    found = product(factors, np.where(finite, shared, 0))
+    seen, real = allowed(), shared.dtype.type
 
     def met(by: Array, what: Array) -> Array:
-        return blocks.product(by.astype(real), what.astype(real)) > 0
+        return product(by.astype(real), what.astype(real)) > 0
 
-    used, vanished = allowed & (weights > 0), allowed & (weights == 0)
-    found[met(used, v == np.inf)] += np.inf
-    found[met(used, v == -np.inf)] -= np.inf
-    found[met(allowed, np.isnan(v)) | met(vanished, np.isinf(v))] = np.nan
+    above, below, zero = (seen & sign(factors, 0) for sign in (np.greater, np.less, np.equal))
+    found[met(above, shared == np.inf) | met(below, shared == -np.inf)] += np.inf
+    found[met(above, shared == -np.inf) | met(below, shared == np.inf)] -= np.inf
+    found[met(seen, np.isnan(shared)) | met(zero, np.isinf(shared))] = np.nan
     return found
+
+
+def _values(blocks: _Blocks, block: _Block, v: Array) -> Array:
+    """Step 4."""
+    v = blocks.by_key_head(v, block.place, block.keys)
+    return seen_product(blocks.product, block.scores, v, block.allowed if block.excluded else None)
 
 
 def _weighed(blocks: _Blocks, block: _Block, v: Array | None) -> _Rows:

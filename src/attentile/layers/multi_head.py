@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..arguments import as_array, between, check_out, check_scale, positive_index
+from ..arguments import as_array, check_out, check_scale, positive_index
 from ..attention import OPTIONS, attention
 from ..cache import KVCache
 from ..outputs import AttentionResult
-from ..positions.items import (
-    copied_options,
-    kept_options,
-    rotate_items,
-    row_positions,
-    same_rotation,
-    unpadded_positions,
-)
+from ..positions.items import copied_options, kept_options
 from ..positions.rotary import rotary_embedding
+from ..scores import SCORE_OPTIONS
 from ..storage import promoted, rounded
+from .backward import LayerCall
+from .heads import Heads
 from .norms import Norms
 from .projections import NAME, Projections, matrix, times, vector, width_per_head
 
@@ -149,27 +145,27 @@ class MultiHeadAttention:
         self._w_o = matrix("w_o", w_o)
         self._b_o = vector("b_o", b_o, self._w_o.shape[1])
         self.value_dim = width_per_head("w_o", self._w_o.shape[0], "rows", self.num_heads)
-        self._project = Projections(
+        project = Projections(
             (w_q, w_k, w_v), (b_q, b_k, b_v), self.num_heads, self.num_kv_heads, self.value_dim, layout
         )
-        self.head_dim = self._project.head_dim
-        self.d_in = self._project.d_in
-        self.d_context = self._project.d_context
+        self.head_dim = project.head_dim
+        self.d_in = project.d_in
+        self.d_context = project.d_context
         self.d_out = self._w_o.shape[1]
-        self._rotary = kept_options(NAME, rotary, tables=False)  # like the weights, they are not copied
-        self._agreed: Any = None  # options of a cache that were found to be the same
-        if self._rotary is not None:  # its own checks, with heads of this width
-            rotary_embedding(np.empty((0, self.head_dim), np.float32), **self._rotary)
+        rotates = kept_options(NAME, rotary, tables=False)  # like the weights, they are not copied
+        if rotates is not None:  # its own checks, with heads of this width
+            rotary_embedding(np.empty((0, self.head_dim), np.float32), **rotates)
         shapes = {"q": (self.num_heads, self.head_dim), "k": (self.num_kv_heads, self.head_dim)}
         shapes["v"] = self.num_kv_heads, self.value_dim
         given = {"q": (q_norm, b_q_norm), "k": (k_norm, b_k_norm)}
-        self._norms = Norms(norm, given, shapes, rotates=self._rotary is not None)
+        norms = Norms(norm, given, shapes, rotates=rotates is not None)
+        self._heads = Heads(project, norms, rotates)
         # What the layer has and a call may override; None in a call means the layer's own.
         logits = vector("sinks", sinks, self.num_heads, "query head")
         self._defaults = {n: value for n, value in (("scale", self.scale), ("sinks", logits)) if value is not None}
         if logits is not None:  # apart from the weights, because it does not count for the dtype of a call
             promoted(NAME, logits)
-        arrays = [*self._project.arrays, *self._norms.arrays, self._w_o, *([] if self._b_o is None else [self._b_o])]
+        arrays = [*project.arrays, *norms.arrays, self._w_o, *([] if self._b_o is None else [self._b_o])]
         promoted(NAME, *arrays)
         # An empty array that stands for all weights when a call settles its dtype.
         self._like = np.empty(0, np.result_type(*{array.dtype for array in arrays}))
@@ -244,12 +240,13 @@ class MultiHeadAttention:
     @property
     def rotary(self) -> dict[str, Any] | None:
         """The options of the rotation, a copy with read-only tables, or None."""
-        return None if self._rotary is None else copied_options(self._rotary)
+        return None if self._heads.rotary is None else copied_options(self._heads.rotary)
 
     @property
     def norm(self) -> dict[str, Any] | None:
         """The options of the norms of queries and keys, a copy with defaults filled in, or None."""
-        return None if self._norms.scheme is None else asdict(self._norms.scheme)
+        scheme = self._heads.norms.scheme
+        return None if scheme is None else asdict(scheme)
 
     def __repr__(self) -> str:
         same = {"d_context": self.d_in, "num_kv_heads": self.num_heads, "value_dim": self.head_dim}
@@ -308,36 +305,78 @@ class MultiHeadAttention:
         IndexError
             A row at a position for which the tables of `rotary` have no row.
         """
-        if unknown := sorted(options.keys() - _OPTIONS):
-            raise TypeError(f"{NAME}: unknown option {unknown[0]!r}; known are {', '.join(sorted(_OPTIONS))}")
-        rows, source = _rows("x", x, self.d_in), self._source(context)
-        if self._rotary is not None and source:
-            raise ValueError(f"{NAME}: context and rotary do not go together: the rows of context have no position")
-        if self._rotary is None and positions is not None:
-            raise ValueError(
-                f"{NAME}: positions are for a layer with rotary and this one has none (q_start places the masks)"
-            )
+        rows, source = self._read(x, context, positions, options, _OPTIONS)
         if cache is not None:
-            self._check_cache(cache, rows, source, positions)
+            self._heads.check_cache(cache, rows, source, positions)
         elif lengths is not None:
             raise ValueError(f"{NAME}: lengths go with a cache; without one give key_lengths")
         plan = self._plan(rows, source, cache is not None)
         if out is not None:
             check_out(NAME, out, (*plan.lead, *plan.x.shape[-2:-1], self.d_out)[plan.added :], plan.dtype)
-        for name, value in self._defaults.items():
-            if options.get(name) is None:
-                options[name] = value
-        q, k, v = self._heads(plan)
+        heads = self._heads
+        q, k, v = parts = self._projected(plan)
         if cache is not None:
             return cache.held.attempt(
-                NAME, lambda: self._finish(self._attend_cached(q, k, v, cache, positions, lengths, options), plan, out)
+                NAME, lambda: self._finish(heads.attend_cached(parts, cache, positions, lengths, options), plan, out)
             )
-        if self._rotary is not None:
-            q, k = self._rotated("q", q, positions), self._rotated("k", k, positions)
+        if heads.rotary is not None:
+            q, k = heads.rotated("q", q, positions), heads.rotated("k", k, positions)
         if q.shape[-2] != 1:  # the heads of a row side by side, as w_o takes them; of a single row they are so anyway
             joined = np.empty((*plan.lead, q.shape[-2], self.num_heads, self.value_dim), plan.compute)
             options["out"] = joined.swapaxes(-2, -3)
         return self._finish(attention(q, k, v, **options), plan, out)
+
+    def vjp(
+        self,
+        x: ArrayLike,
+        context: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
+        *,
+        positions: ArrayLike | None = None,
+        **options: Any,
+    ) -> tuple[Array, Callable[[ArrayLike], dict[str, Any]]]:
+        """The layer's output for x, and the function that takes gradients back through it.
+
+        Parameters
+        ----------
+        x, context, positions
+            As in a call of the layer. Like the weights, they are kept, not copied: do not change them before the last
+            call of vjp.
+        **options
+            As in `attention_vjp`: mask, bias, causal, window, key_lengths, num_threads, ...
+
+        Returns
+        -------
+        out : ndarray, shape (..., L, d_out)
+            What a call of the layer returns, bit for bit.
+        vjp : callable
+            ``vjp(dout)`` gives a dict with the gradients of x, of context if there is one (a pair if it was), of the
+            layer's arrays by the names of the constructor's arguments, those of sinks too, and of a bias. Each has the
+            shape and dtype of its argument.
+
+        Raises
+        ------
+        ValueError, TypeError, IndexError
+            As a call of the layer, and `attention_vjp`.
+
+        Notes
+        -----
+        `from_arrays` gives a weight that a checkpoint holds as (columns, rows) to the constructor transposed: so is its
+        gradient. A step of training may change the weights in place: the layer has not copied those in float32 and
+        float64 that it was given as arrays.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from attentile import MultiHeadAttention
+        >>> layer = MultiHeadAttention(np.eye(4), np.eye(4), np.eye(4), np.eye(4), num_heads=2)
+        >>> out, vjp = layer.vjp(np.ones((3, 4)), causal=True)
+        >>> sorted(vjp(np.ones((3, 4))))
+        ['w_k', 'w_o', 'w_q', 'w_v', 'x']
+        """
+        rows, source = self._read(x, context, positions, options, SCORE_OPTIONS.keys())
+        plan = self._plan(rows, source, cached=False)
+        call = LayerCall(self._heads, (self._w_o, self._b_o), plan.x, plan.context, plan.compute)
+        return rounded(call.forward(positions, options), plan.dtype), call.backward
 
     def keys_values(self, context: ArrayLike) -> tuple[Array, Array]:
         """Keys and values of a context, for many calls that share it; not rotated, keys normalised if the layer does.
@@ -361,8 +400,26 @@ class MultiHeadAttention:
         """
         given = _rows("context", context, self.d_context)
         compute, dtype = promoted(NAME, given, self._like)
-        k, v = self._projected(given, "kv", compute)
+        k, v = self._heads.projected(given, "kv", compute)
         return rounded(k, dtype), rounded(v, dtype)
+
+    def _read(
+        self, x: Any, context: Any, positions: Any, options: dict[str, Any], known: Set[str]
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """The checked x and context, after every check that needs no cache; options get the layer's own."""
+        if unknown := sorted(options.keys() - known):
+            raise TypeError(f"{NAME}: unknown option {unknown[0]!r}; known are {', '.join(sorted(known))}")
+        rows, source = _rows("x", x, self.d_in), self._source(context)
+        if self._heads.rotary is not None and source:
+            raise ValueError(f"{NAME}: context and rotary do not go together: the rows of context have no position")
+        if self._heads.rotary is None and positions is not None:
+            raise ValueError(
+                f"{NAME}: positions are for a layer with rotary and this one has none (q_start places the masks)"
+            )
+        for name, value in self._defaults.items():
+            if options.get(name) is None:
+                options[name] = value
+        return rows, source
 
     def _source(self, context: Any) -> tuple[Array, ...]:
         """The checked context: none, rows to project, or keys and values that are projected already."""
@@ -384,35 +441,6 @@ class MultiHeadAttention:
                 raise ValueError(f"{NAME}: {name} of context has shape {array.shape}; it must be {wanted}")
         return k, v
 
-    def _check_cache(self, cache: Any, x: Array, context: tuple[Array, ...], positions: Any) -> None:
-        if not isinstance(cache, KVCache):
-            raise TypeError(f"{NAME}: cache is a {type(cache).__name__}; it must be a KVCache")
-        if context:
-            raise ValueError(
-                f"{NAME}: cache holds the keys of x; for context call keys_values once and give its result as context="
-            )
-        if x.ndim > 3:
-            raise ValueError(f"{NAME}: x has shape {x.shape}; with a cache it must be (batch, L, {self.d_in})")
-        if cache.held.rotary is None:
-            return
-        if self._norms.scheme is not None and self._norms.scheme.after_rotary:
-            raise ValueError(
-                f"{NAME}: the layer normalises rotated queries and keys, and the cache rotates after the layer; make "
-                "the cache with rotary=None"
-            )
-        # Compared once for each cache: tables may be large.
-        if self._rotary is not None and self._agreed is not cache.held.rotary:
-            if not same_rotation(self._rotary, cache.held.rotary, self.head_dim):
-                raise ValueError(
-                    f"{NAME}: the layer has rotary={self._rotary} and the cache rotary={cache.held.rotary}; "
-                    "they must be equal, or one of them None"
-                )
-            self._agreed = cache.held.rotary
-        if positions is not None:
-            raise ValueError(
-                f"{NAME}: the cache turns keys at its own positions; for other positions make it with rotary=None"
-            )
-
     def _plan(self, x: Array, context: tuple[Array, ...], cached: bool) -> _Plan:
         """Dtypes and batch axes."""
         added = cached and x.ndim == 2  # a batch axis, which caches have
@@ -428,47 +456,15 @@ class MultiHeadAttention:
             compute = promoted(NAME, self._like)[0]
         return _Plan(x, context, compute, dtype, lead, int(added))
 
-    def _heads(self, plan: _Plan) -> list[Array]:
-        """Queries (..., num_heads, L, head_dim), keys and values (..., num_kv_heads, S, width)."""
+    def _projected(self, plan: _Plan) -> list[Array]:
+        """Queries (..., num_heads, L, head_dim), keys and values (..., num_kv_heads, S, width), not yet rotated."""
+        projected = self._heads.projected
         if not plan.context:
-            return self._projected(plan.x, "qkv", plan.compute)
-        queries = self._projected(plan.x, "q", plan.compute)
+            return projected(plan.x, "qkv", plan.compute)
+        queries = projected(plan.x, "q", plan.compute)
         if len(plan.context) == 1:
-            return queries + self._projected(plan.context[0], "kv", plan.compute)
+            return queries + projected(plan.context[0], "kv", plan.compute)
         return queries + [rounded(array, plan.compute) for array in plan.context]
-
-    def _projected(self, x: Array, names: str, dtype: np.dtype[Any]) -> list[Array]:
-        """Those of "qkv" in `names`, normalised unless that follows the rotation."""
-        parts = self._project(x, names, dtype)
-        return [self._norms.projected(name, part) for name, part in zip(names, parts, strict=True)]
-
-    def _rotated(self, name: str, x: Array, positions: Any) -> Array:
-        """Queries or keys (..., heads, L, head_dim), ours: in place, but for one row a new array is quicker."""
-        x = rotate_items(x, positions, self._rotary or {}, out=x if x.shape[-2] > 1 else None)
-        return self._norms.rotated(name, x)
-
-    def _attend_cached(
-        self, q: Array, k: Array, v: Array, cache: KVCache, positions: Any, lengths: Any, options: dict[str, Any]
-    ) -> Array | AttentionResult:
-        """Appends k and v, with the pages that attempt() may need, and attends."""
-        before, rows = cache.lengths, q.shape[-2]
-        counts: Any = rows
-        if lengths is not None:
-            counts = between(NAME, "lengths", lengths, np.full(before.shape, rows, np.intp), "the rows of x")
-        if self._rotary is not None and cache.held.rotary is None:
-            if positions is not None:
-                positions = positions if lengths is None else unpadded_positions(NAME, positions, counts, rows)
-            elif lengths is None and (before.size == 1 or (before == before[:1]).all()):
-                positions = int(before[0]) if before.size else None  # an int is the quickest form
-            else:
-                positions = row_positions(before, counts, rows)
-            q, k = self._rotated("q", q, positions), self._rotated("k", k, positions)
-        if lengths is not None and options.get("q_start") is None:
-            # The cache takes the last L tokens of an item for its queries; rows that are left-aligned start here.
-            options["q_start"] = before
-            options.setdefault("causal", True)
-        cache.held.append(k, v, lengths, keep=True)
-        return cache.attend(q, **options)
 
     def _finish(self, result: Array | AttentionResult, plan: _Plan, out: Array | None) -> Array | AttentionResult:
         """Concatenates the heads, projects by w_o, and gives everything the caller's dtype and axes."""

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arguments import as_array, finite, flag
+from ..core.twin_backward import summed_to
 from ..storage import rounded
 from .projections import NAME
 
@@ -63,7 +64,7 @@ def _read(norm: Any) -> Scheme:
     )
 
 
-class _Norm:
+class Norm:
     """The norm of queries, of keys or of values, (..., heads, rows, width)."""
 
     def __init__(self, name: str, scheme: Scheme, weights: tuple[Any, Any], shape: tuple[int, int]) -> None:
@@ -73,6 +74,7 @@ class _Norm:
         self._axes: tuple[int, ...] = (-1,)
         shapes = ((width,), (heads, width), (heads * width,))
         self.arrays: dict[str, Array] = {}
+        self.named: dict[str, Array] = {}  # the same by argument, in the caller's shapes
         for role, label, value in zip("wb", (name, f"b_{name}"), weights, strict=True):
             if value is None:
                 continue
@@ -82,6 +84,7 @@ class _Norm:
                     f"{NAME}: {label} has shape {array.shape}; it must be {shapes[0]} or {shapes[1]} for a norm of "
                     f"each head, or {shapes[2]} for one of all heads together"
                 )
+            self.named[label] = array
             if array.shape != shapes[0]:
                 self._axes = (-1,) if array.ndim == 2 else (-3, -1)
                 array = array.reshape(heads, 1, width)
@@ -94,17 +97,41 @@ class _Norm:
     def __call__(self, x: Array) -> Array:
         """A fresh array of x's dtype. Settings of np.errstate around the call change nothing."""
         with np.errstate(all="ignore"):
-            if self._kind == "layer":
-                x = x - x.mean(axis=self._axes, keepdims=True)
-            size = np.square(x).mean(axis=self._axes, keepdims=True)
-            size += x.dtype.type(self._eps)
-            x = x / np.sqrt(size)
+            x, _ = self._scaled(x)
             if "w" in self.arrays:
-                weight = rounded(self.arrays["w"], x.dtype)
-                x *= weight + 1 if self._kind == "rms_plus_one" else weight
+                x *= self._factor(x.dtype)
             if "b" in self.arrays:
                 x += rounded(self.arrays["b"], x.dtype)
         return x
+
+    def _scaled(self, x: Array) -> tuple[Array, Array]:
+        """(x before weight and bias, what it was divided by)."""
+        if self._kind == "layer":
+            x = x - x.mean(axis=self._axes, keepdims=True)
+        size = np.square(x).mean(axis=self._axes, keepdims=True)
+        size += x.dtype.type(self._eps)
+        np.sqrt(size, out=size)
+        return x / size, size
+
+    def _factor(self, dtype: np.dtype[Any]) -> Array:
+        weight = rounded(self.arrays["w"], dtype)
+        return weight + 1 if self._kind == "rms_plus_one" else weight
+
+    def backward(self, x: Array, d: Array) -> tuple[Array, dict[str, Array]]:
+        """(gradient of x, those of weight and bias by argument), from that of what the call gave for x."""
+        scaled, size = self._scaled(x)
+        by_role = {"w": d * scaled, "b": d}
+        if "w" in self.arrays:
+            d = d * self._factor(d.dtype)
+        dx = d - scaled * (d * scaled).mean(axis=self._axes, keepdims=True)
+        if self._kind == "layer":
+            dx -= d.mean(axis=self._axes, keepdims=True)
+        dx /= size
+        found = {
+            label: summed_to(by_role[role], own.shape).reshape(array.shape)
+            for (role, own), (label, array) in zip(self.arrays.items(), self.named.items(), strict=True)
+        }
+        return dx, found
 
 
 class Norms:
@@ -115,7 +142,7 @@ class Norms:
     ) -> None:
         """given: weight and bias of q and k; shapes: heads and width of q, k, v; rotates: whether the layer does."""
         self.scheme = None if norm is None else _read(norm)
-        self._norms: dict[str, _Norm] = {}
+        self._norms: dict[str, Norm] = {}
         there = {part: [array is not None for array in arrays] for part, arrays in given.items()}
         if self.scheme is None:
             if any(map(any, there.values())):
@@ -128,7 +155,7 @@ class Norms:
             raise ValueError(f"{NAME}: give q_norm and k_norm, and biases of both or neither")
         for part in "qkv" if self.scheme.values else "qk":
             weights = given.get(part, (None, None))
-            self._norms[part] = _Norm(f"{part}_norm", self.scheme, weights, shapes[part])
+            self._norms[part] = Norm(f"{part}_norm", self.scheme, weights, shapes[part])
         # What is not rotated can be normalised at once.
         self._late = "qk" if self.scheme.after_rotary and rotates else ""
 
@@ -136,10 +163,15 @@ class Norms:
     def arrays(self) -> list[Array]:
         return [array for one in self._norms.values() for array in one.arrays.values()]
 
-    def projected(self, part: str, x: Array) -> Array:
-        """Queries, keys or values as the projection gives them."""
-        return self._norms[part](x) if part in self._norms and part not in self._late else x
+    @property
+    def named(self) -> dict[str, Array]:
+        """The arrays by the names of their arguments."""
+        return {name: array for one in self._norms.values() for name, array in one.named.items()}
 
-    def rotated(self, part: str, x: Array) -> Array:
-        """Queries or keys after the layer has rotated them."""
-        return self._norms[part](x) if part in self._norms and part in self._late else x
+    def before_rotary(self, part: str) -> Norm | None:
+        """What normalises queries, keys or values as the projection gives them."""
+        return self._norms[part] if part in self._norms and part not in self._late else None
+
+    def after_rotary(self, part: str) -> Norm | None:
+        """What normalises queries or keys after the layer has rotated them."""
+        return self._norms[part] if part in self._norms and part in self._late else None

@@ -15,6 +15,7 @@ Slices of the weights and of the products are views; only parts of several group
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import InitVar, dataclass
 from typing import Any
 
@@ -76,6 +77,14 @@ def times(x: Array, weight: Array, bias: Array | None, dtype: np.dtype[Any]) -> 
         if bias is not None:
             product += rounded(bias, dtype)
     return product.reshape(*x.shape[:-1], weight.shape[1])
+
+
+def times_backward(x: Array, weight: Array, d: Array) -> tuple[Array, Array, Array]:
+    """Gradients of x, of the weight and of the bias from d, that of times(x, weight, bias); all in the dtype of d."""
+    flat = rounded(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), d.dtype)
+    rows = d.reshape(len(flat), weight.shape[1])
+    dx: Array = rows @ rounded(weight, d.dtype).T
+    return dx.reshape(x.shape), flat.T @ rows, rows.sum(axis=0)
 
 
 @dataclass(eq=False)
@@ -174,6 +183,17 @@ class Projections:
         """Every array that is used, a fused one and its slices too."""
         return [array for part in (*self._parts.values(), self._fused or ()) for array in part if array is not None]
 
+    @property
+    def _given(self) -> dict[str, Affine]:
+        """Weights and biases by the letter of the arguments that they came in."""
+        return self._parts if self._fused is None else {"q": self._fused}
+
+    @property
+    def named(self) -> dict[str, Array]:
+        """The arrays by the names of their arguments."""
+        pairs = [(f"{role}_{p}", x) for p, part in self._given.items() for role, x in zip("wb", part, strict=True)]
+        return {name: array for name, array in pairs if array is not None}
+
     def __call__(self, x: Array, names: str, dtype: np.dtype[Any]) -> list[Array]:
         """Those of "qkv" in `names`, (..., heads, rows, width) each: fresh, of one product where a weight is fused."""
         if self._fused is None or (names != "qkv" and self._parts):
@@ -182,6 +202,31 @@ class Projections:
             product = times(x, *self._fused, dtype)
             groups = product.reshape(*x.shape[:-1], self._groups, product.shape[-1] // self._groups)
             found = dict(zip(self._order, np.split(groups, self._ends, axis=-1), strict=True))
-        query, key = (self.heads, self.head_dim), (self.kv_heads, self.head_dim)
-        shapes = {"q": query, "k": key, "v": (self.kv_heads, self.value_dim)}
-        return [found[name].reshape(*x.shape[:-1], *shapes[name]).swapaxes(-2, -3) for name in names]
+        return [found[name].reshape(*x.shape[:-1], *self._heads(name)).swapaxes(-2, -3) for name in names]
+
+    def _heads(self, name: str) -> tuple[int, int]:
+        """How many heads queries, keys or values have, and how wide they are."""
+        heads = self.heads if name == "q" else self.kv_heads
+        return heads, self.value_dim if name == "v" else self.head_dim
+
+    def backward(self, x: Array, given: Mapping[str, Array]) -> tuple[Array, dict[str, Array]]:
+        """(gradient of x, those of weights and biases by argument), from those of some of q, k, v as a call gave them.
+
+        All in the dtype of the arithmetic.
+        """
+        lead, dtype = x.shape[:-1], next(iter(given.values())).dtype
+        columns = {name: d.swapaxes(-2, -3).reshape(*lead, math.prod(self._heads(name))) for name, d in given.items()}
+        if self._fused is not None:  # parts that are not there have gradient 0
+            parts = []
+            for name in self._order:
+                shape = (*lead, self._groups, math.prod(self._heads(name)) // self._groups)
+                parts.append(columns[name].reshape(shape) if name in columns else np.zeros(shape, dtype))
+            columns = {"q": np.concatenate(parts, axis=-1).reshape(*lead, self._fused[0].shape[1])}
+        total, found = np.zeros(x.shape, dtype), {}
+        for name, d in columns.items():
+            weight, bias = self._given[name]
+            dx, found[f"w_{name}"], db = times_backward(x, weight, d)
+            total += dx
+            if bias is not None:
+                found[f"b_{name}"] = db
+        return total, found

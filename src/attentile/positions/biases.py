@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..arguments import as_array, as_floating, integer, positive_index
+from ..storage import rounded
 
 Array = NDArray[Any]
 
@@ -122,6 +123,64 @@ def relative_bias(table: ArrayLike, queries: int, keys: int, *, q_start: int = 0
         )
     reach = array.shape[1] // 2
     return _along_diagonals(array[:, np.clip(distances, -reach, reach) + reach], rows, columns)
+
+
+def _sums_along_diagonals(function: str, dbias: Any, q_start: Any) -> tuple[Array, Array, np.dtype[Any]]:
+    """(sums (H, L + S - 1) in float64 by distance, the distances, the dtype) of a gradient (H, L, S)."""
+    array = as_floating(function, "dbias", dbias, "it must be floating, as attention_backward gives it")
+    if array.ndim != 3:
+        raise ValueError(f"{function}: dbias has shape {array.shape}; it must be (heads, queries, keys)")
+    heads, queries, keys = array.shape
+    _, _, distances = _distances(function, queries, keys, q_start)
+    sums = np.zeros((heads, distances.size))
+    with np.errstate(all="ignore"):
+        for i in range(queries):  # the last query has the distances of the start
+            sums[:, queries - 1 - i : queries - 1 - i + keys] += array[:, i]
+    return sums, distances, array.dtype
+
+
+def _sums_by_column(sums: Array, column: NDArray[np.intp], columns: int, dtype: np.dtype[Any]) -> Array:
+    """(H, columns): the sums of the distances that take their number from each column."""
+    found = np.zeros((len(sums), columns))
+    with np.errstate(all="ignore"):
+        np.add.at(found.T, column, sums.T)
+    return rounded(found, dtype)
+
+
+def relative_bias_backward(dbias: ArrayLike, max_distance: int, *, q_start: int = 0) -> Array:
+    """Gradient of the table of `relative_bias`, from that of the bias: the sums over the keys at each distance.
+
+    Parameters
+    ----------
+    dbias : array_like of float, shape (H, L, S)
+        As `attention_backward` gives it, summed over batch axes that it may have.
+    max_distance : int
+        m, the largest distance in the table of shape (H, 2 m + 1).
+    q_start : int, optional
+        As in `relative_bias`.
+
+    Returns
+    -------
+    ndarray, shape (H, 2 m + 1)
+        In the dtype of dbias, summed in float64.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If dbias is not floating or has not three axes, or max_distance or q_start is no integer or too small.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from attentile import relative_bias_backward
+    >>> relative_bias_backward(np.ones((1, 3, 4)), max_distance=1)  # how often the bias has each number
+    array([[3., 3., 6.]])
+    """
+    name = "relative_bias_backward"
+    reach = integer(name, "max_distance", max_distance, 0, otherwise="0 or a positive integer")
+    sums, distances, dtype = _sums_along_diagonals(name, dbias, q_start)
+    column = np.clip(distances, -reach, reach) + reach
+    return _sums_by_column(sums, column, 2 * reach + 1, dtype)
 
 
 @lru_cache(maxsize=64)
@@ -250,3 +309,39 @@ def t5_bias(
     array = _table("t5_bias", table, "(num_buckets, heads)")
     buckets = _buckets("t5_bias", distances, array.shape[0], max_distance, bidirectional)
     return _along_diagonals(array.T[:, buckets], rows, columns)
+
+
+def t5_bias_backward(
+    dbias: ArrayLike, num_buckets: int, *, bidirectional: bool = True, max_distance: int = 128, q_start: int = 0
+) -> Array:
+    """Gradient of the table of `t5_bias`, from that of the bias: the sums over the keys in each bucket.
+
+    Parameters
+    ----------
+    dbias : array_like of float, shape (H, L, S)
+        As in `relative_bias_backward`.
+    num_buckets : int
+        The rows of the table.
+    bidirectional, max_distance, q_start : optional
+        As in `t5_bias`.
+
+    Returns
+    -------
+    ndarray, shape (num_buckets, H)
+        In the dtype of dbias, summed in float64.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If dbias is not floating or has not three axes, and whatever `t5_bias` refuses.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from attentile import t5_bias_backward
+    >>> t5_bias_backward(np.ones((1, 2, 4)), num_buckets=4).ravel()  # of the distances 0, -1, none, 1 and more
+    array([2., 1., 0., 5.])
+    """
+    sums, distances, dtype = _sums_along_diagonals("t5_bias_backward", dbias, q_start)
+    buckets = _buckets("t5_bias_backward", distances, num_buckets, max_distance, bidirectional)
+    return _sums_by_column(sums, buckets, num_buckets, dtype).T

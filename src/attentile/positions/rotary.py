@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,6 +17,7 @@ from ..storage import promoted, ready
 from .scaling import DEFAULT_BASE, NAME, Scaling, frequencies, read_scaling
 
 Array = NDArray[Any]
+Inverse = bool | Literal["transpose"]
 
 _FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 _FARTHEST = 2**50  # positions; and angles in radians: the kernels take quarter turns modulo 4 from numbers below 2**51
@@ -113,7 +114,7 @@ def _table(name: str, table: Any, dim: int) -> Array:
 
 
 def _rotation_by_table(
-    width: int, places: Places, rotary_dim: Any, cos: Any, sin: Any, interleaved: bool, inverse: bool
+    width: int, places: Places, rotary_dim: Any, cos: Any, sin: Any, interleaved: bool, inverse: Inverse
 ) -> tuple[Rotation, Places]:
     """The rotation by both tables in float32 or float64 as the core takes them, and the positions as rows of them."""
     dim = _rotary_dim(rotary_dim, width)
@@ -131,7 +132,7 @@ def _rotation_by_table(
             f"{NAME}: positions run from {places.smallest} to {places.largest} and the tables have {n} rows; "
             f"with cos= and sin= each position must lie between 0 and {n - 1}"
         )
-    fit = dtype in (np.float32, np.float64) and not inverse
+    fit = dtype in (np.float32, np.float64) and inverse is not True
     if not fit or any(t.dtype != dtype or not t.flags.aligned or t.strides[1] != t.itemsize for t in (cosines, sines)):
         at = places.array
         if at is None:
@@ -140,7 +141,7 @@ def _rotation_by_table(
             cosines, sines = cosines[at.ravel()], sines[at.ravel()]
             places = Places(0, np.arange(at.size, dtype=np.int64).reshape(at.shape), 0, at.size - 1)
         cosines, sines = _plain(cosines, np.float64), _plain(sines, np.float64)
-        if inverse:
+        if inverse is True:
             cosines, sines = _undone(cosines, sines)
     return Rotation(dim // 2, interleaved, None, None, cosines, sines, 1.0, -1.0 if inverse else 1.0), places
 
@@ -171,7 +172,7 @@ def _settled(width: int, base: Any, rotary_dim: Any, scaling: Any) -> tuple[floa
 
 
 def _rotation_by_angle(
-    width: int, places: Places, base: Any, rotary_dim: Any, scaling: Any, interleaved: bool, inverse: bool
+    width: int, places: Places, base: Any, rotary_dim: Any, scaling: Any, interleaved: bool, inverse: Inverse
 ) -> Rotation:
     real, dim, rules = _settled(width, base, rotary_dim, scaling)
     found = frequencies(rules, real, dim, places.largest + 1)
@@ -181,7 +182,7 @@ def _rotation_by_angle(
             f"{NAME}: base is {real}, with which positions up to {reach} turn by more than 2**50 radians; "
             "use a larger base or smaller positions"
         )
-    factor = 1.0 / found.attention_factor if inverse else found.attention_factor
+    factor = 1.0 / found.attention_factor if inverse is True else found.attention_factor
     return Rotation(dim // 2, interleaved, found.high, found.low, None, None, factor, -factor if inverse else factor)
 
 
@@ -231,7 +232,7 @@ def rotary_embedding(
     scaling: Mapping[str, Any] | None = None,
     cos: ArrayLike | None = None,
     sin: ArrayLike | None = None,
-    inverse: bool = False,
+    inverse: Inverse = False,
     out: Array | None = None,
 ) -> Array:
     """Rotary position embedding: each pair of elements of a row is rotated by an angle proportional to its position.
@@ -263,10 +264,10 @@ def rotary_embedding(
         is the base, ``partial_rotary_factor`` gives rotary_dim.
     cos, sin : array_like of float, shape (n, rotary_dim / 2), optional
         Tables of the caller, row = position, instead of base and scaling. They need not be a rotation.
-    inverse : bool, optional
-        Undo the embedding of the same arguments. Where cos**2 + sin**2 = 1 (always without tables and attention
-        factor) that is the transpose: it turns the gradient of the result into that of x. Otherwise it divides by
-        cos**2 + sin**2, which the gradient does not.
+    inverse : bool or "transpose", optional
+        True: undo the embedding of the same arguments. Where cos**2 + sin**2 = 1 (always without tables and attention
+        factor) that is its gradient as well: it turns the gradient of the result into that of x. Otherwise it divides
+        by cos**2 + sin**2, which the gradient does not: that is "transpose".
     out : ndarray, shape of x, optional
         Array of the result's dtype with any strides to write into. ``out=x`` works in place.
 
@@ -303,7 +304,10 @@ def rotary_embedding(
     dtype = array.dtype
     if dtype is not _FLOAT32 and dtype is not _FLOAT64:
         _, dtype = promoted(NAME, array)
-    paired, back = flag(NAME, "interleaved", interleaved), flag(NAME, "inverse", inverse)
+    paired = flag(NAME, "interleaved", interleaved)
+    back: Inverse = (
+        "transpose" if isinstance(inverse, str) and inverse == "transpose" else flag(NAME, "inverse", inverse)
+    )
     places, width = places_of(positions, array.shape[:-3], array.shape[-2]), array.shape[-1]
     if cos is None and sin is None:
         rotation = _rotation_by_angle(width, places, base, rotary_dim, scaling, paired, back)

@@ -101,6 +101,7 @@ INLINE void f32v_store_f16(uint16_t* p, __m256 x) {
 #define TILES_1 DRIVERS_OF(1, 12, UP_TO_12)
 #define FEW_TILES FEW_OF(1, 8, 8) FEW_OF(2, 4, 4) FEW_OF(3, 4, 2) FEW_OF(4, 2, 2)
 #define FEW_DIRECT 0
+#define OUTER_VECTORS 2
 #define PEAK_CHAINS 12
 #define EXP2_LIST EXP2_F32
 #include "tiles.inc"
@@ -167,6 +168,7 @@ INLINE void f64v_transpose(__m256d r[4]) {
 #define TILES_1 DRIVERS_OF(1, 12, UP_TO_12)
 #define FEW_TILES FEW_OF(1, 8, 8) FEW_OF(2, 4, 4) FEW_OF(3, 4, 2) FEW_OF(4, 2, 2)
 #define FEW_DIRECT 0
+#define OUTER_VECTORS 2
 #define PEAK_CHAINS 12
 #define EXP2_LIST EXP2_F64
 #include "tiles.inc"

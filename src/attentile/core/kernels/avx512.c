@@ -108,6 +108,7 @@ INLINE void f32v_store_f16(uint16_t* p, __m512 x) {
 #define TILES_1 DRIVERS_OF(1, 12, UP_TO_12)
 #define FEW_TILES FEW_OF(1, 6, 8) FEW_OF(2, 4, 8) FEW_OF(3, 2, 4) FEW_OF(4, 2, 4)
 #define FEW_DIRECT 1
+#define OUTER_VECTORS 4
 #define PEAK_CHAINS 12
 #define EXP2_LIST EXP2_F32
 #include "tiles.inc"
@@ -184,6 +185,7 @@ INLINE void f64v_transpose(__m512d r[8]) {
 #define TILES_1 DRIVERS_OF(1, 12, UP_TO_12)
 #define FEW_TILES FEW_OF(1, 6, 8) FEW_OF(2, 4, 8) FEW_OF(3, 2, 4) FEW_OF(4, 2, 4)
 #define FEW_DIRECT 1
+#define OUTER_VECTORS 4
 #define PEAK_CHAINS 12
 #define EXP2_LIST EXP2_F64
 #include "tiles.inc"

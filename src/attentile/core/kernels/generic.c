@@ -108,6 +108,7 @@ INLINE f32v_vec f32v_bf16_second(f32v_vec x) {
 #define TILES_1 DRIVERS_OF(1, 8, UP_TO_8)
 #define FEW_TILES FEW_OF(1, 8, 8) FEW_OF(2, 4, 4) FEW_OF(3, 4, 2) FEW_OF(4, 2, 2)
 #define FEW_DIRECT 0
+#define OUTER_VECTORS 2
 #define PEAK_CHAINS 12
 #define EXP2_LIST EXP2_F32
 #include "tiles.inc"
@@ -122,6 +123,7 @@ INLINE f32v_vec f32v_bf16_second(f32v_vec x) {
 #define TILES_1 DRIVERS_OF(1, 8, UP_TO_8)
 #define FEW_TILES FEW_OF(1, 8, 8) FEW_OF(2, 4, 4) FEW_OF(3, 4, 2) FEW_OF(4, 2, 2)
 #define FEW_DIRECT 0
+#define OUTER_VECTORS 2
 #define PEAK_CHAINS 12
 #define EXP2_LIST EXP2_F64
 #include "tiles.inc"

@@ -30,6 +30,16 @@
  * takes as long as a hundred others, and the first sums of every peaked row would be. Now they are normal if the values
  * that are not 0 are at least 2^-26 (float), as all of float16 are, or 2^-62 (double).
  *
+ * BACKWARD. With P = exp2(S - lse), dP[j][r] = sum_e V[j][e] * dO[r][e], delta[r] = sum_e dO[r][e] * O[r][e] and
+ * dS = P * (dP - delta), gradients keep an order of their own, that depends on no block and on no division of the work:
+ *
+ *     dP        a chain of FMAs over e, as S over d
+ *     dq[r]     a chain over the keys of each chunk, chunks added left to right, then times scale
+ *     dk[j]     a chain over the queries of each AT_ROW_CHUNK at absolute indices; then times scale, and added to what the
+ *               chunks before and the query heads before in the group have left, by one FMA. dv[j] likewise, with scale 1
+ *
+ * A pair that is excluded adds an exact 0, so padding, batch and threads change no bit.
+ *
  * ASSUMPTIONS, checked in Python and Cython, never here: sizes are positive unless said otherwise; scratch pointers
  * (qt, st, ot and the per-lane vectors) are aligned to AT_ALIGN and hold whole vectors; row pointers are aligned
  * to their element; the last axis of a row is contiguous unless a stride is given. Strides are in bytes.
@@ -62,6 +72,7 @@ _Static_assert(sizeof(void*) == 8, "the core is for processors of 64 bits");
 
 #define AT_CHUNK 256     /* keys per chunk: part of the contract, see ORDER */
 #define AT_WORD 32       /* keys per mask word */
+#define AT_ROW_CHUNK 192 /* queries per chunk in the backward pass: whole blocks on every ISA */
 #define AT_MAX_VECTORS 3 /* widest tile, in vectors of rows */
 #define AT_MAX_ROWS 48   /* rows of the largest block of any ISA */
 #define AT_ALIGN 64
@@ -98,6 +109,27 @@ typedef struct {
     const char* ahead;
     ptrdiff_t ahead_stride;
 } at_value_rows;
+
+/* What the backward pass knows of the rows of a block, [pitch] each: lse in units of log 2, infinite for a row without keys;
+ * the share of the softmax that the sink leaves, 1 without one; share * delta - dlse. */
+typedef struct {
+    void *lse, *share, *delta;
+} at_row_numbers;
+
+/* Rows that add_outer contracts: a[key][pitch] by rows[n_rows][width]; and the rows that the sums go to, `stride` bytes apart.
+ * first: they hold nothing yet. */
+typedef struct {
+    const void* a;
+    const char* const* rows;
+    ptrdiff_t n_rows, pitch;
+} at_outer_rows;
+
+typedef struct {
+    char* rows;
+    ptrdiff_t stride;
+    double factor;
+    int first;
+} at_sums;
 
 /* Candidates for the k largest weights of a row. As soon as they are more than `room`, all but k are given up, and from then
  * on only what is above the smallest of these is taken. A larger room means fewer sorts. */
@@ -236,6 +268,35 @@ typedef struct {
     void (*keep_top)(at_top* top, const void* row, ptrdiff_t n, ptrdiff_t first_key, void* scratch);
     void (*store_top)(at_top* top, void* values, ptrdiff_t* keys, void* scratch);
 
+    /* ---- The backward pass (backward.inc). S, P, dP and dS lie as st does. ---- */
+
+    /* With p = exp2(st - lse[r]): st = P = p * share[r] and dp = dS = p * (dp * share[r] - delta[r]); 0 where st is -inf. */
+    void (*weigh)(void* st, void* dp, const at_row_numbers* rows, int vectors, ptrdiff_t keys);
+
+    /* sums[r] = sum_e a[e][r] * b[e][r]. */
+    void (*row_dots)(void* sums, const void* a, const void* b, int vectors, ptrdiff_t width);
+
+    /* ds *= 1 - (capped / cap)^2, where ds is not 0. */
+    void (*uncap)(void* ds, const void* capped, int vectors, ptrdiff_t keys, double cap);
+
+    /* to[j][e] += factor * sum a[j][r] * rows[r][e] over the rows of all parts, one chain. marked: a product counts only if
+     * its factor in a is not 0 (slow). */
+    void (*add_outer)(const at_sums* to, const at_outer_rows* parts, int n_parts, ptrdiff_t width, ptrdiff_t keys,
+                      int marked);
+
+    /* Each 0 of ds becomes -0.0, as values_marked takes it. */
+    void (*mark_zeros)(void* ds, int vectors, ptrdiff_t keys);
+
+    /* 1 if no number of these rows is NaN or infinite. */
+    int (*all_finite)(const char* const* rows, ptrdiff_t n_rows, ptrdiff_t width);
+
+    /* The elements from `to` on, `stride` bytes apart, += row[j]. */
+    void (*add_row)(char* to, ptrdiff_t stride, const void* row, ptrdiff_t keys);
+
+    /* sums[r] += sum_j ds[j][r] * |position[r] - j|. */
+    void (*add_distances)(double* sums, const void* ds, const void* position, ptrdiff_t n_rows, int vectors,
+                          ptrdiff_t keys);
+
     /* Dependent-free FMAs for measuring the peak: 2 * lanes * AT_PEAK_FMAS FLOPs per round. */
     double (*fma_peak)(ptrdiff_t rounds);
 
@@ -313,6 +374,9 @@ at_tiles at_idle_like(const at_tiles* tiles);
 /* pool.c. task(job, index, slot): index < tasks, slot < threads names the scratch of the running thread. */
 typedef void (*at_task)(void* job, ptrdiff_t index, int slot);
 void at_pool_run(at_task task, void* job, ptrdiff_t tasks, int threads);
+void at_pass(int64_t* passed,
+             int64_t place); /* from a task, to others of its job: it has come so far, and what it wrote */
+void at_await(const int64_t* passed, int64_t place); /* until a task with a lower index has */
 AT_EXPORTED int at_pool_workers(void); /* threads started so far; found by this name in the loaded library */
 void* at_scratch(size_t bytes);        /* this thread's scratch, AT_ALIGN aligned, kept; NULL: no memory */
 

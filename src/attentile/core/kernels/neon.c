@@ -110,6 +110,7 @@ INLINE void f32v_store_f16(uint16_t* p, float32x4_t x) { vst1_u16(p, vreinterpre
 #define TILES_1 DRIVERS_OF(1, 12, UP_TO_12)
 #define FEW_TILES FEW_OF(1, 8, 8) FEW_OF(2, 8, 8) FEW_OF(3, 6, 6) FEW_OF(4, 4, 4)
 #define FEW_DIRECT 0
+#define OUTER_VECTORS 4
 #define PEAK_CHAINS 24
 #define EXP2_LIST EXP2_F32
 #include "tiles.inc"
@@ -184,6 +185,7 @@ INLINE void f64v_transpose(float64x2_t r[2]) {
 #define TILES_1 DRIVERS_OF(1, 12, UP_TO_12)
 #define FEW_TILES FEW_OF(1, 8, 8) FEW_OF(2, 8, 8) FEW_OF(3, 6, 6) FEW_OF(4, 4, 4)
 #define FEW_DIRECT 0
+#define OUTER_VECTORS 4
 #define PEAK_CHAINS 24
 #define EXP2_LIST EXP2_F64
 #include "tiles.inc"

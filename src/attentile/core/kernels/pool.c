@@ -25,6 +25,7 @@
  * back to back, 0.30 with a tenth of it), short enough to leave the core to a BLAS call in between (a 384 x 384 product
  * and that work, in turns: 1.05 times the sum of the two alone; with four times as much 1.13 to 1.4 times). */
 #define SPIN_NANOSECONDS 24000
+#define SPINS_BEFORE_YIELD 1000 /* some 20 to 50 microseconds */
 
 /* ticket = region << 32 | next task. An open region has an odd number; an even one means that none is open. */
 static _Atomic uint64_t ticket;
@@ -206,6 +207,19 @@ void at_pool_run(at_task task, void* job, ptrdiff_t tasks, int threads) {
     wait_for(tasks);
     atomic_store(&ticket, (uint64_t)(region + 1) << 32);
     at_lock_drop(&busy);
+}
+
+/* Tasks are handed out in their order, so of those that run the first one waits for none that is not running. */
+void at_pass(int64_t* passed, int64_t place) {
+    atomic_store_explicit((_Atomic int64_t*)passed, place, memory_order_release);
+}
+
+void at_await(const int64_t* passed, int64_t place) {
+    for (int round = 0; atomic_load_explicit((const _Atomic int64_t*)passed, memory_order_acquire) < place; round++)
+        if (round < SPINS_BEFORE_YIELD)
+            AT_RELAX();
+        else
+            at_thread_yield(); /* it may be waiting for this processor */
 }
 
 int at_pool_workers(void) { return atomic_load(&workers); }

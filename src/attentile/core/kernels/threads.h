@@ -3,6 +3,7 @@
  *
  *     at_lock, at_wake      a mutex, and a condition on which its holder can sleep; neither is ever destroyed
  *     at_thread_start       a detached thread that takes no signals but those of its own faults; 0 = started
+ *     at_thread_yield       lets another thread have this processor
  *     at_thread_spread      the calling thread may also run where the first thread of the process may
  *     at_after_fork         what to do in a forked child, where only the forking thread is left
  *     at_once               runs a function exactly once in a process
@@ -49,6 +50,7 @@ static inline int at_thread_start(at_thread_result(AT_THREAD_CALL* run)(void*), 
     CloseHandle(thread); /* detaches: the thread goes on */
     return 0;
 }
+static inline void at_thread_yield(void) { SwitchToThread(); }
 static inline void at_thread_spread(void) {}
 static inline void at_after_fork(void (*in_child)(void)) { (void)in_child; } /* Windows has no fork */
 
@@ -88,11 +90,11 @@ static inline int at_local_set(at_local local, void* block) { return FlsSetValue
 #define _GNU_SOURCE
 #endif
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <time.h>
 #ifdef __linux__
-#include <sched.h>
 #include <unistd.h>
 #endif
 
@@ -147,6 +149,7 @@ static inline void at_thread_spread(void) {
     sched_setaffinity(0, sizeof own, &own);
 #endif
 }
+static inline void at_thread_yield(void) { sched_yield(); }
 static inline void at_after_fork(void (*in_child)(void)) { pthread_atfork(NULL, NULL, in_child); }
 
 static inline uint64_t at_nanoseconds(void) {
