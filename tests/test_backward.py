@@ -27,7 +27,6 @@ from attentile import (
     t5_bias_backward,
     use_backend,
 )
-from attentile.runtime import backend
 
 Array = np.ndarray[Any, Any]
 Options = dict[str, Any]

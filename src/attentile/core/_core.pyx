@@ -7,7 +7,7 @@
     _pass.pxi     the fused pass: the loop over chunks of keys. The story is told there
     _few.pxi      the same for few rows of queries
     _stats.pxi    the second pass of the statistics
-    _backward.pxi the gradients
+    _backward_job.pxi, _backward.pxi              the same for the backward pass
     _count.pxi    what a call would do, in numbers
     _arrays.pxi   Python's arrays: borrowed memory, batch axes that broadcast and fold
     _call.pxi     the check of a call: from Python's values to a job
@@ -70,6 +70,7 @@ include "_storage.pxi"
 include "_pass.pxi"
 include "_few.pxi"
 include "_stats.pxi"
+include "_backward_job.pxi"
 include "_backward.pxi"
 include "_count.pxi"
 include "_arrays.pxi"

@@ -305,7 +305,7 @@ def backward(scores, v, given, wanted, int threads):
     """The gradients of attend() of these values: what the rows have, and where the gradients go, see backward.py."""
     cdef Call call
     cdef Backward back
-    cdef int rows = 0
+    cdef int unused                             # formats that are those of the tiles
     cdef double[::1] slopes
     cdef dict options = scores.options
     intervals = scores.intervals
@@ -317,13 +317,13 @@ def backward(scores, v, given, wanted, int threads):
         take_scores(&call, scores, options, intervals, v)
         take_rows(&call, &back.dout, &back.dout_format, given.dout, call.job.value_width)
         take_rows(&call, &back.out, &back.o_format, given.out, call.job.value_width)
-        take_rows(&call, &back.lse, &rows, given.lse, -1)
-        take_rows(&call, &back.dlse, &rows, given.dlse, -1)
-        take_rows(&call, &back.delta, &rows, wanted.delta, -1)
+        take_rows(&call, &back.lse, &unused, given.lse, -1)
+        take_rows(&call, &back.dlse, &unused, given.dlse, -1)
+        take_rows(&call, &back.delta, &unused, wanted.delta, -1)
         take_rows(&call, &back.dq, &back.dq_format, wanted.dq, call.job.width)
         take_gradient(&call, &back.dk, &back.dk_format, wanted.dk)
         take_gradient(&call, &back.dv, &back.dv_format, wanted.dv)
-        take_gradient(&call, &back.dbias, &rows, wanted.dbias)
+        take_gradient(&call, &back.dbias, &unused, wanted.dbias)
         if wanted.dslopes is not None:
             slopes = wanted.dslopes
             back.dslopes = &slopes[0]
