@@ -75,10 +75,19 @@ def test_each_array_has_a_dtype_of_its_own(impl, dtypes):
                 same_bits(one, other)
 
 
-def test_float16_and_bfloat16_have_no_common_dtype(either):
-    q, k, v = qkv(SHAPES[0], ("float16", "bfloat16", "float16"))
-    with pytest.raises(TypeError, match="NumPy has no common dtype of bfloat16, float16"):
-        attention(q, k, v)
+@pytest.mark.parametrize("found", [False, True])
+@pytest.mark.parametrize("third", ["float16", "float32", "float64"])
+def test_float16_and_bfloat16_have_no_common_dtype(either, third, found, monkeypatch):
+    """Beside others too, and in a process where NumPy has come to find one."""
+    if found:
+        monkeypatch.setattr(np, "result_type", lambda *_: np.dtype(np.float32))
+    q, k, v = qkv(SHAPES[0], ("float16", "bfloat16", third))
+    for arrays in (q, k, v), (v, k, q):
+        with pytest.raises(TypeError, match=r"^attention: NumPy has no common dtype of bfloat16, float16"):
+            attention(*arrays)
+    monkeypatch.undo()
+    bits = attention(q, k.view(np.uint16), v, dtype="bfloat16")  # of which NumPy knows nothing
+    same_bits(bits, attention(*widened((q, k, v))))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

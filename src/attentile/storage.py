@@ -37,6 +37,11 @@ def _computed_in(dtype: np.dtype[Any], function: str) -> np.dtype[Any]:
     )
 
 
+def _no_common(function: str, *dtypes: Any) -> TypeError:
+    names = ", ".join(sorted(set(map(str, dtypes))))
+    return TypeError(f"{function}: NumPy has no common dtype of {names}; convert with .astype()")
+
+
 def promoted(function: str, *arrays: Array, bits: bool = False) -> tuple[np.dtype[Any], np.dtype[Any]]:
     """(dtype of the arithmetic, dtype of the result) for arrays that are used together.
 
@@ -57,8 +62,9 @@ def promoted(function: str, *arrays: Array, bits: bool = False) -> tuple[np.dtyp
         try:
             dtype = np.result_type(*arrays)
         except TypeError:
-            dtypes = ", ".join(sorted({str(one) for one in given}))
-            raise TypeError(f"{function}: NumPy has no common dtype of {dtypes}; convert with .astype()") from None
+            raise _no_common(function, *given) from None
+        if {"float16", "bfloat16"} <= {one.name for one in given}:  # in some processes NumPy finds one
+            raise _no_common(function, *given)
     elif dtype in _NATIVE:  # most calls; the rules below take longer
         dtype = np.dtype(dtype.type)
         return dtype, dtype

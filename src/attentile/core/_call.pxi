@@ -166,7 +166,8 @@ cdef int take_formats(Call *call, q, k, v) except -1:
     if job.q_format == job.k_format == job.v_format:
         call.result = <PyObject *> q.dtype
         job.out_format = job.q_format
-    return not (found >> AT_F16 & 1 and found >> AT_BF16 & 1)   # NumPy has no common dtype of the two
+    # NumPy has no common dtype of the two; next to bits, which it does not know, the result is float32.
+    return call.given[DTYPE] != NULL or not (found >> AT_F16 & 1 and found >> AT_BF16 & 1)
 
 
 cdef int take_arrays(Call *call, q, k, v) except -1:
